@@ -1,0 +1,28 @@
+"""Fixtures that all tests share. The environment is set before anything imports vLLM, which reads it once."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fails at once
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # logs go to pytest, and stdout is left alone
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Qwen-Image, seed 0. Read only: the whole session shares it."""
+    return _tiny("qwen_image", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Stable Diffusion 3.5, seed 0. Read only: the whole session shares it."""
+    return _tiny("sd3", tmp_path_factory)
+
+
+def _tiny(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from verl_omni.testing.tiny_models import build
+
+    return build(family, tmp_path_factory.mktemp("tiny") / family)

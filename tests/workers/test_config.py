@@ -1,0 +1,159 @@
+"""Config dataclasses: defaults, unknown keys, and values with the accepted form in their errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
+from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.rollout.engine_keys import engine_keys
+from verl_omni.workers.rollout.seeds import request_seed
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def rollout(mapping):
+    return build(DiffusionRolloutConfig, mapping, ROLLOUT)
+
+
+def test_defaults_need_nothing():
+    config = rollout(None)
+    assert config == rollout({"pipeline": None, "engine_kwargs": {"vllm_omni": None}}) == DiffusionRolloutConfig()
+    assert (config.name, config.n, config.seed, config.dtype, config.step_execution) == (
+        "vllm_omni",
+        1,
+        42,
+        "bfloat16",
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        (
+            {"max_num_seq": 8},
+            r"rollout\.max_num_seq is not a known key; did you mean actor_rollout_ref\.rollout\.max_num_seqs\?",
+        ),
+        ({"pipeline": {"heigth": 8}}, r"pipeline\.heigth .*pipeline\.height\?"),
+        ({"height": 8}, r"rollout\.height .*rollout\.pipeline\.height\?"),
+        ({"algo": {"sde_windowsize": 2}}, r"algo\.sde_window_size\?"),
+        ({"tensor_model_parallel": 2}, "known: "),
+        ({"engine_kwargs": {"vllm": {}}}, r"engine_kwargs\.vllm .*engine_kwargs\.vllm_omni\?"),
+        ({"engine_kwargs": {"vllm_omni": 3}}, "must be a mapping"),
+        ({"engine_kwargs": 3}, "must be a mapping"),
+        ({"engine_kwargs": {"vllm_omni": {"dtype": "float32"}}}, r"write actor_rollout_ref\.rollout\.dtype"),
+        ({"engine_kwargs": {"vllm_omni": {"engine_backend": "x"}}}, "leave it out"),
+        ({"engine_kwargs": {"vllm_omni": {"rows_per_forward": 0}}}, "integer of at least 1"),
+        ({"engine_kwargs": {"vllm_omni": {"request_batch_max_wait_ms": -1}}}, "number of at least 0"),
+        ({"pipeline": 3}, r"rollout\.pipeline must be a mapping"),
+        ({"n": 0}, r"rollout\.n=0 must be an integer of at least 1"),
+        ({"n": None}, r"rollout\.n=null must be an integer"),
+        ({"n": True}, r"rollout\.n=true must be an integer"),
+        ({"seed": -1}, "integer of at least 0, or null for unseeded"),
+        ({"dtype": "float64"}, "bfloat16, float16, float32"),
+        ({"dtype": ["float32"]}, "bfloat16"),
+        ({"step_execution": "yes"}, "true or false"),
+        ({"step_execution": 1}, "true or false"),
+        ({"batching_mode": "stepwise"}, "did you mean step_wise"),
+        ({"name": "sglang"}, "vllm_omni"),
+        ({"profile": 3}, "text"),
+        ({"pipeline": {"height": 0}}, r"pipeline\.height=0"),
+        ({"pipeline": {"true_cfg_scale": "much"}}, "finite number"),
+        ({"pipeline": {"guidance_scale": float("inf")}}, "finite number"),
+        ({"pipeline": {"output_type": "pil"}}, "one of pt, latent"),
+        ({"algo": {"noise_level": -0.1}}, "of at least 0"),
+        ({"algo": {"noise_level": 1.5, "sde_type": "cps"}}, "from 0 to 1"),
+        ({"algo": {"sde_type": "ode"}}, "one of sde, cps, dance_sde"),
+        ({"algo": {"sde_window_range": [0]}}, "two integers"),
+        ({"algo": {"sde_window_range": "05"}}, "two integers"),
+        ({"algo": {"sde_window_range": [0, 1.5]}}, "integer"),
+        ({"algo": {"sde_window_size": 3, "sde_window_range": [1, 3]}}, "no room"),
+        ({"val_kwargs": {"n": "many"}}, r"val_kwargs\.n="),
+    ],
+)
+def test_errors_name_the_key_and_the_accepted_form(mapping, message):
+    with pytest.raises(ConfigError, match=message):
+        rollout(mapping)
+
+
+def test_strings_and_short_names_are_read():
+    config = rollout(
+        {
+            "n": "4",
+            "dtype": "fp32",
+            "step_execution": "true",
+            "algo": {"sde_window_range": ["0", 5], "noise_level": "0.5"},
+        }
+    )
+    assert (config.n, config.dtype, config.step_execution) == (4, "float32", True)
+    assert (config.algo.sde_window_range, config.algo.noise_level) == ((0, 5), 0.5)
+
+
+def test_engine_options_leave_out_nulls_and_what_the_plan_reads():
+    config = rollout(
+        {
+            "engine_kwargs": {
+                "vllm_omni": {"enforce_eager": True, "num_gpus": None, "max_num_seqs": 4, "rows_per_forward": 2}
+            }
+        }
+    )
+    assert config.engine_options() == {"enforce_eager": True}
+    assert config.vllm_omni == {"enforce_eager": True, "max_num_seqs": 4, "rows_per_forward": 2}
+
+
+def test_engine_keys_are_those_that_reach_the_engine():
+    known = engine_keys()
+    check_engine_keys(
+        {"enforce_eager": True, "enable_sleep_mode": True, "tensor_parallel_size": 2, "rows_per_forward": 4}, known
+    )
+    with pytest.raises(ConfigError, match=r"vllm_omni\.enforce_eagre .*vllm_omni\.enforce_eager\?"):
+        check_engine_keys({"enforce_eagre": True}, known)
+    with pytest.raises(ConfigError, match="moe_backend"):  # a field of the engine's config that its launcher drops
+        check_engine_keys({"moe_backend": "auto"}, known)
+
+
+def test_validation_samples_as_val_kwargs_say():
+    val = rollout(
+        {"n": 8, "val_kwargs": {"n": 2, "seed": 7, "num_inference_steps": 28, "true_cfg_scale": 4}}
+    ).for_validation()
+    assert (val.n, val.seed, val.pipeline.num_inference_steps, val.pipeline.true_cfg_scale, val.algo.noise_level) == (
+        2,
+        7,
+        28,
+        4.0,
+        0.0,
+    )
+
+
+def test_model_config(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model\.path is required"):
+        build(DiffusionModelConfig, {}, "actor_rollout_ref.model")
+    for path in (tmp_path / "none", "./none", "none"):
+        with pytest.raises(ConfigError, match="is no folder"):
+            DiffusionModelConfig(path=str(path)).resolve_architecture()
+    model = DiffusionModelConfig(path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no model_index\.json"):
+        model.resolve_architecture()
+    index = tmp_path / "model_index.json"
+    for content, message in (("{", "cannot be read"), ("{}", "no _class_name")):
+        index.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            model.resolve_architecture()
+    index.write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    assert model.resolve_architecture() == "QwenImagePipeline"
+    assert DiffusionModelConfig(path="a/b", architecture="Mine").resolve_architecture() == "Mine"
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
+        DiffusionModelConfig(path=str(tmp_path), lora_path=str(tmp_path))
+
+
+def test_request_seeds():
+    assert request_seed(None, 3) is None
+    assert request_seed(42, 3) == 42 * 1000003 + 3
+    assert request_seed(42, 3, step=2) == 43 * 1000003 + 3
+    assert request_seed(2**63, 0) == 2**63 * 1000003 % (2**63 - 1)
+    seeds = [request_seed(42, row, step=step) for step in (1, 2) for row in range(512)]
+    assert len(set(seeds)) == len(seeds)

@@ -1,0 +1,293 @@
+"""The mode resolver: its whole table, its errors and what leads out of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, build
+from verl_omni.workers.rollout.plan import (
+    DEFAULT_MAX_NUM_SEQS,
+    ENGINE,
+    ROLLOUT,
+    TIE,
+    AdapterCapabilities,
+    PlanError,
+    RolloutMode,
+    RolloutPlan,
+    resolve_plan,
+)
+from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
+
+
+def adapter(*, step: bool, request: bool) -> AdapterCapabilities:
+    missing = () if step else ("denoise_step", "post_decode")
+    return AdapterCapabilities(name="Adapter", request_batch=request, missing_step_methods=missing)
+
+
+BOTH, STEP, REQUEST, NEITHER = (
+    adapter(step=s, request=r) for s, r in ((True, True), (True, False), (False, True), (False, False))
+)
+ALL = (BOTH, STEP, REQUEST, NEITHER)
+
+
+def config(**keys: Any) -> DiffusionRolloutConfig:
+    """`engine_<key>` goes under engine_kwargs.vllm_omni."""
+    engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
+    return build(DiffusionRolloutConfig, {**keys, "engine_kwargs": {"vllm_omni": engine}}, ROLLOUT)
+
+
+def plan(capabilities: AdapterCapabilities, **keys: Any) -> RolloutPlan:
+    return resolve_plan(config(**keys), capabilities)
+
+
+# batching_mode, step_execution, max_num_seqs, adapters → mode, cap
+TABLE = [
+    (None, True, 8, (BOTH, STEP), "step_wise", 8),
+    (None, True, 1, (BOTH, STEP), "step_wise", 1),
+    (None, True, None, (BOTH, STEP), "step_wise", DEFAULT_MAX_NUM_SEQS),
+    (None, True, 8, (REQUEST, NEITHER), PlanError, None),
+    (None, True, 1, (REQUEST, NEITHER), PlanError, None),
+    (None, True, None, (REQUEST, NEITHER), PlanError, None),
+    (None, False, 8, (BOTH, REQUEST), "request_level", 8),
+    (None, False, 8, (STEP,), PlanError, None),
+    (None, False, 8, (NEITHER,), "serial", 1),
+    (None, False, 1, ALL, "serial", 1),
+    (None, False, None, ALL, "serial", 1),
+    ("step_wise", False, 8, (BOTH, STEP), "step_wise", 8),
+    ("step_wise", True, None, (BOTH, STEP), "step_wise", DEFAULT_MAX_NUM_SEQS),
+    ("step_wise", False, None, (REQUEST, NEITHER), PlanError, None),
+    ("request_level", False, 8, (BOTH, REQUEST), "request_level", 8),
+    ("request_level", False, None, (BOTH, REQUEST), "request_level", DEFAULT_MAX_NUM_SEQS),
+    ("request_level", False, None, (STEP, NEITHER), PlanError, None),
+    ("request_level", True, None, ALL, PlanError, None),
+    ("serial", False, None, ALL, "serial", 1),
+    ("serial", False, 1, ALL, "serial", 1),
+    ("serial", False, 8, ALL, PlanError, None),
+    ("serial", True, None, ALL, PlanError, None),
+    ("auto", False, 8, (BOTH, STEP), "step_wise", 8),
+    ("auto", False, None, (BOTH, STEP), "step_wise", DEFAULT_MAX_NUM_SEQS),
+    ("auto", False, 8, (REQUEST,), "request_level", 8),
+    ("auto", False, None, (NEITHER,), "serial", 1),
+    ("auto", False, 8, (NEITHER,), "serial", 1),
+    ("auto", True, 8, (BOTH, STEP), "step_wise", 8),
+    ("auto", True, 8, (REQUEST, NEITHER), PlanError, None),
+]
+
+
+@pytest.mark.parametrize("place", ["rollout", "engine"])
+@pytest.mark.parametrize(("batching_mode", "step", "cap", "adapters", "mode", "planned"), TABLE)
+def test_table(batching_mode, step, cap, adapters, mode, planned, place):
+    prefix = "" if place == "rollout" else "engine_"
+    keys = {"batching_mode": batching_mode, f"{prefix}max_num_seqs": cap}
+    keys |= {f"{prefix}step_execution": True} if step else {}
+    for capabilities in adapters:
+        if mode is PlanError:
+            with pytest.raises(PlanError):
+                plan(capabilities, **keys)
+            continue
+        got = plan(capabilities, **keys)
+        assert (got.mode, got.max_num_seqs) == (RolloutMode(mode), planned)
+        assert got.engine_kwargs() == {
+            "step_execution": mode == "step_wise",
+            "max_num_seqs": planned,
+            "request_batch_max_wait_ms": 0.0,
+        }
+        line = got.log_line()
+        assert "\n" not in line
+        assert all(part in line for part in (mode, str(planned), got.reason))
+
+
+def test_missing_step_methods_are_named_with_an_override_that_works():
+    with pytest.raises(PlanError, match="denoise_step, post_decode") as error:
+        plan(REQUEST, step_execution=True, max_num_seqs=4)
+    assert f"{ROLLOUT}.batching_mode=request_level" in str(error.value)
+
+
+def test_serial_fallback_is_noted():
+    assert any("max_num_seqs=8 is not used" in note for note in plan(NEITHER, max_num_seqs=8).notes)
+    assert plan(NEITHER).notes == ()
+
+
+def test_explicit_false_in_the_engine_options_contradicts_step_wise():
+    with pytest.raises(PlanError, match="step_execution=false"):
+        plan(BOTH, batching_mode="step_wise", engine_step_execution=False)
+    with pytest.raises(PlanError, match="contradict"):
+        plan(BOTH, step_execution=True, engine_step_execution=False)
+    assert plan(BOTH, batching_mode="auto", engine_step_execution=False).mode is RolloutMode.REQUEST_LEVEL
+    assert plan(STEP, batching_mode="auto", engine_step_execution=False).mode is RolloutMode.SERIAL
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "x", 2.5, "2.5", True, False, float("nan"), float("inf"), [8], {"k": 1}])
+@pytest.mark.parametrize("key", ["max_num_seqs", "engine_max_num_seqs"])
+def test_bad_caps_name_the_key_and_the_accepted_form(key, value):
+    with pytest.raises(ConfigError, match=r"max_num_seqs=.* must be an integer of at least 1, or null for unset"):
+        config(**{key: value})
+
+
+def test_good_caps():
+    assert plan(BOTH, max_num_seqs="8").max_num_seqs == 8
+    assert plan(BOTH, engine_max_num_seqs=" 8 ").max_num_seqs == 8
+    assert plan(BOTH, max_num_seqs=8, engine_max_num_seqs="8").max_num_seqs == 8
+    assert plan(BOTH, max_num_seqs=None, engine_max_num_seqs=8).max_num_seqs == 8
+    with pytest.raises(PlanError, match=r"max_num_seqs=8 .*max_num_seqs=4 contradict"):
+        plan(BOTH, max_num_seqs=8, engine_max_num_seqs=4)
+
+
+def test_misspelt_engine_key_names_the_right_one():
+    with pytest.raises(ConfigError, match=r"engine_kwargs\.vllm_omni\.max_num_seq .*vllm_omni\.max_num_seqs\?"):
+        config(engine_max_num_seq=8)
+
+
+def test_wait_and_rows_are_passed_on():
+    got = plan(BOTH, max_num_seqs=4, engine_request_batch_max_wait_ms="20", engine_rows_per_forward=3)
+    assert (got.request_batch_max_wait_ms, got.rows_per_forward, got.notes) == (20.0, 3, ())
+    got = plan(BOTH, step_execution=True, engine_request_batch_max_wait_ms=20)
+    assert any("request_batch_max_wait_ms=20 has no effect" in note for note in got.notes)
+
+
+def test_log_prob_micro_batch_is_compared_in_low_precision_only():
+    rollout = config(max_num_seqs=16)
+    assert any("clip ratio" in note for note in resolve_plan(rollout, BOTH, log_prob_micro_batch=4).notes)
+    assert resolve_plan(rollout, BOTH, log_prob_micro_batch=16).notes == ()
+    assert resolve_plan(config(max_num_seqs=16, dtype="float32"), BOTH, log_prob_micro_batch=4).notes == ()
+    assert plan(BOTH, max_num_seqs=16, log_prob_micro_batch_size_per_gpu=4).notes
+    assert plan(BOTH, max_num_seqs=16, engine_rows_per_forward=4, log_prob_micro_batch_size_per_gpu=4).notes == ()
+
+
+def profile_of(rollout: DiffusionRolloutConfig, rates: dict[str, dict[int, float]]) -> RolloutProfile:
+    points = (
+        ProfilePoint(mode=m, max_num_seqs=k, images_per_s=r) for m, by_cap in rates.items() for k, r in by_cap.items()
+    )
+    return RolloutProfile(key=ProfileKey.of(rollout, model="m", device="cpu"), points=tuple(points))
+
+
+AUTO = [
+    ({"step_wise": {8: 1.0}, "request_level": {8: 2.0}}, 8, "request_level", 8),
+    ({"step_wise": {8: 2.0}, "request_level": {8: 1.0}}, 8, "step_wise", 8),
+    ({"step_wise": {8: 1.0}, "request_level": {8: 1 / (1 - TIE) - 1e-6}}, 8, "step_wise", 8),
+    ({"step_wise": {8: 1.0}, "request_level": {8: 1 / (1 - TIE) + 1e-6}}, 8, "request_level", 8),
+    ({"step_wise": {8: 1.0}, "request_level": {8: 1.0}, "serial": {1: 3.0}}, 8, "serial", 1),
+    ({"step_wise": {8: 1.0}, "request_level": {16: 9.0}}, 8, "step_wise", 8),
+    ({"request_level": {8: 9.0}}, 8, "step_wise", 8),
+    ({"step_wise": {4: 1.0, 8: 1.96, 16: 2.0}, "request_level": {4: 1.0}}, None, "step_wise", 8),
+    ({"step_wise": {4: 1.0}, "request_level": {4: 2.95, 8: 2.8, 16: 2.99, 32: 2.98}}, None, "request_level", 4),
+]
+
+
+@pytest.mark.parametrize(("rates", "cap", "mode", "planned"), AUTO)
+def test_auto_goes_by_the_profile(rates, cap, mode, planned):
+    rollout = config(batching_mode="auto", max_num_seqs=cap)
+    got = resolve_plan(rollout, BOTH, profile_of(rollout, rates))
+    assert (got.mode.value, got.max_num_seqs) == (mode, planned), got.reason
+
+
+def test_unset_cap_of_an_explicit_mode_goes_by_the_profile():
+    rollout = config(step_execution=True)
+    got = resolve_plan(rollout, BOTH, profile_of(rollout, {"step_wise": {2: 1.0, 4: 1.99, 8: 2.0}}))
+    assert got.max_num_seqs == 4
+    assert "plateau" in got.reason
+
+
+def test_stale_profile_is_not_used_and_the_reason_says_so():
+    measured = config(batching_mode="auto", pipeline={"height": 256})
+    profile = profile_of(measured, {"step_wise": {8: 1.0}, "request_level": {8: 2.0}})
+    rollout = config(batching_mode="auto", max_num_seqs=8)
+    got = resolve_plan(rollout, BOTH, profile)
+    assert got.mode is RolloutMode.STEP_WISE
+    assert "stale and not used (height: measured with 256, now 512)" in got.reason
+    key = ProfileKey.of(measured, model="other/model", device="cpu")
+    assert "model: measured with m, now model" in resolve_plan(measured, BOTH, profile, key=key).reason
+
+
+def test_profile_file(tmp_path: Path):
+    profile = profile_of(config(), {"step_wise": {8: 1.5}})
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    assert RolloutProfile.load(path) == profile
+    assert profile.matches(ProfileKey.of(config(), model="a/m", device="cpu"))
+    bad_files = [
+        "",
+        "[]",
+        '{"key": {}}',
+        path.read_text().replace("step_wise", "stepwise"),
+        path.read_text().replace("1.5", "-1"),
+    ]
+    for bad in bad_files:
+        path.write_text(bad)
+        with pytest.raises(ConfigError, match=r"profile\.json"):
+            RolloutProfile.load(path)
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        RolloutProfile.load(tmp_path / "none.json")
+
+
+def test_capabilities_are_read_off_the_class():
+    step = {name: lambda *args: None for name in ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")}
+    full = type("Full", (), {**step, "supports_step_execution": True, "supports_request_batch": True})
+    assert AdapterCapabilities.of(full) == AdapterCapabilities(name="Full", request_batch=True, missing_step_methods=())
+    off = AdapterCapabilities.of(
+        type("Off", (full,), {"supports_step_execution": False, "supports_request_batch": False})
+    )
+    assert off.modes == (RolloutMode.SERIAL,)
+    part = AdapterCapabilities.of(type("Part", (full,), {"denoise_step": None}))
+    assert part.missing_step_methods == ("denoise_step",)
+    assert part.modes == (RolloutMode.REQUEST_LEVEL, RolloutMode.SERIAL)
+
+
+ANYTHING = st.sampled_from([None, True, False, 0, 1, 8, -1, 2.5, "8", "true", "x", float("nan"), [], {}])
+SENSIBLE = {
+    "batching_mode": st.sampled_from([None, "auto", "step_wise", "request_level", "serial"]),
+    "step_execution": st.booleans(),
+    "max_num_seqs": st.sampled_from([None, 1, 2, 8, "8"]),
+    "engine_max_num_seqs": st.sampled_from([None, 1, 2, 8]),
+    "engine_step_execution": st.sampled_from([None, True, False]),
+    "engine_request_batch_max_wait_ms": st.sampled_from([None, 0, 5.0]),
+    "engine_rows_per_forward": st.sampled_from([None, 1, 8]),
+}
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(SENSIBLE, ANYTHING)), st.sampled_from(ALL))
+def test_nothing_but_a_plan_or_an_error_with_a_remedy(keys, capabilities):
+    problem: ConfigError | None = None
+    try:
+        plan(capabilities, **keys)
+    except ConfigError as error:
+        problem = error
+    if isinstance(problem, PlanError):
+        assert problem.overrides
+        assert all(override in str(problem) for override in problem.overrides)
+    elif problem is not None:
+        assert ROLLOUT in str(problem)
+        assert " must be " in str(problem)
+
+
+@given(st.fixed_dictionaries(SENSIBLE), st.sampled_from(ALL))
+def test_following_the_errors_leads_to_a_plan(keys, capabilities):
+    for _ in range(5):  # both caps, both switches, mode against switch, mode against adapter, plan
+        try:
+            got = plan(capabilities, **keys)
+        except PlanError as error:
+            for override in error.overrides:
+                key, value = override.split("=")
+                place = "engine_" if key.startswith(ENGINE) else ""
+                key = place + key.rpartition(".")[2]
+                keys = {**keys, key: None if value == "null" else value}
+            continue
+        assert got.mode in capabilities.modes
+        assert got.max_num_seqs == 1 or got.mode is not RolloutMode.SERIAL
+        return
+    raise AssertionError(f"no plan after four errors: {keys}")
+
+
+def test_planning_imports_neither_torch_nor_the_engine():
+    code = (
+        "import sys, verl_omni.workers.config, verl_omni.workers.rollout.plan, verl_omni.workers.rollout.engine_keys\n"
+        "assert not {'torch', 'vllm', 'vllm_omni', 'ray', 'verl', 'hydra', 'omegaconf'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,81 @@
+"""Requests on their way into the engine, and policies on theirs."""
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
+from verl_omni.workers.rollout.staging import engine_name, staged_lora, staged_weights
+
+
+def test_a_request_says_only_what_was_set():
+    prompt, sampling = RolloutRequest(request_id="r").to_engine()
+    assert prompt == {} and sampling == {"num_outputs_per_prompt": 1, "extra_args": {"logprobs": True}}
+
+
+def test_every_knob_goes_to_its_place():
+    request = RolloutRequest(
+        request_id="r",
+        prompt="a cat",
+        negative_prompt_token_ids_2=[1, 2],
+        prompt_mask=[1, 0],
+        height=64,
+        true_cfg_scale=0.0,
+        noise_level=0.0,
+        sde_window_range=(0, 3),
+        logprobs=False,
+    )
+    prompt, sampling = request.to_engine()
+    assert prompt == {"prompt": "a cat", "negative_prompt_token_ids_2": [1, 2], "prompt_mask": [1, 0]}
+    assert sampling.pop("extra_args") == {"noise_level": 0.0, "sde_window_range": (0, 3), "logprobs": False}
+    assert sampling == {"height": 64, "true_cfg_scale": 0.0, "num_outputs_per_prompt": 1}
+
+
+def test_an_error_survives_its_way_from_another_process():
+    error = pickle.loads(pickle.dumps(RolloutError("r", "too long")))
+    assert (error.request_id, error.message, str(error)) == ("r", "too long", "request 'r': too long")
+    assert str(RolloutError(None, "asleep")) == "asleep"
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("base_model.model.blocks.0.attn.to_out.0.lora_A.weight", "base_model.model.blocks.0.attn.to_out.lora_A.weight"),
+        ("to_out.0.lora_B.weight", "to_out.lora_B.weight"),
+        ("blocks.0.into_out.0.lora_A.weight", "blocks.0.into_out.0.lora_A.weight"),
+        ("blocks.0.attn.to_q.lora_A.weight", "blocks.0.attn.to_q.lora_A.weight"),
+    ],
+)
+def test_lora_names_are_mapped_by_their_trailing_part(key: str, expected: str):
+    assert engine_name(key, {"to_out.0": "to_out"}) == expected
+
+
+def adapter(folder, **config):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 2, "target_modules": "all-linear"} | config))
+    save_file({"base_model.model.a.to_out.0.lora_A.weight": torch.ones(2, 4)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_a_staged_adapter_has_the_engines_names_and_is_gone_afterwards(tmp_path):
+    with staged_lora(adapter(tmp_path / "lora"), {"to_out.0": "to_out"}) as staged:
+        assert list(load_file(staged / "adapter_model.safetensors")) == ["base_model.model.a.to_out.lora_A.weight"]
+        assert json.loads((staged / "adapter_config.json").read_text())["target_modules"] == ["to_out"]
+    assert not staged.exists()
+
+
+def test_an_adapter_that_the_engine_would_misread_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="alpha_pattern"), staged_lora(adapter(tmp_path / "a", alpha_pattern={"x": 1}), {}):
+        pass
+    with pytest.raises(ValueError, match="adapter_config.json"), staged_lora(tmp_path, {}):
+        pass
+
+
+def test_staged_weights_are_gone_afterwards_even_after_an_error():
+    with pytest.raises(KeyError), staged_weights([("transformer.x", torch.ones(3).expand(2, 3))]) as path:
+        assert load_file(path)["transformer.x"].shape == (2, 3)
+        raise KeyError
+    assert not path.parent.exists()

@@ -1,0 +1,1 @@
+"""Pure torch algorithms; imports nothing else of verl_omni."""

@@ -1,0 +1,1 @@
+"""What runs inside the engine process: rollout adapters and what they share."""

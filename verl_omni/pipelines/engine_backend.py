@@ -1,0 +1,182 @@
+"""The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
+
+Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter of ours
+(a subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in four things; any other pipeline keeps the
+stock behaviour.
+
+* **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more; a head of the queue
+  whose key differs blocks all behind it. Our adapters read every knob per request, so only what one tensor can't mix is
+  left: :class:`RolloutBatchKey`.
+* **Admission.** Requests arrive one by one, so the first would start alone. One that carries
+  ``extra_args["rollout_burst"] = (id, size)`` says how many are coming: an idle engine waits for them.
+* **Hooks.** Pixels leave the adapter finished, so the architecture's post-processing is not run on them.
+* **Validation.** Left to the adapter, so that a bad value reads the same in all modes. Only the seed is looked at here:
+  in request mode the engine makes the generators of a whole batch before the adapter sees a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode
+from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
+from vllm_omni.diffusion.sched.interface import _AdmissionWaitDecision
+
+from verl_omni.pipelines.diffusion_rollout_output import wrap_rollout_postprocessor
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+BURST_QUIET_S = 0.25
+"""An incomplete burst is given up when nothing has arrived for this long: members come about 1 ms apart, so this only
+ends the wait for one that was rejected on its way (a worker that died, a value that is no number)."""
+BURST_DEADLINE_S = 1.0
+"""Longest that an idle engine waits for a burst: well above the submission of a full batch, well below one image."""
+_KNOWN_BURSTS = 256
+"""Bursts remembered at a time; a burst in flight is never this old."""
+_SEED_LIMIT = 2**63
+
+
+@dataclass(frozen=True)
+class RolloutBatchKey:
+    """What the requests of one batch must have in common."""
+
+    height: int | None
+    """Pixels; None is the adapter's default."""
+    width: int | None
+    """Pixels; None is the adapter's default."""
+    lora_int_id: int | None
+    """One LoRA is active in the worker at a time."""
+    lora_scale: float
+
+
+class BurstTracker:
+    """Which announced bursts are still arriving. Pure bookkeeping: no clock, no engine."""
+
+    def __init__(self) -> None:
+        self._missing: dict[str, int] = {}
+
+    def arrived(self, burst: tuple[str, int] | None) -> None:
+        """A member of `burst` has reached the scheduler, whatever becomes of it there."""
+        if burst is None:
+            return
+        burst_id, size = burst
+        self._missing[burst_id] = max(0, self._missing.get(burst_id, size) - 1)
+        if len(self._missing) > _KNOWN_BURSTS:
+            del self._missing[next(iter(self._missing))]
+
+    def incomplete(self, bursts: Iterable[tuple[str, int]]) -> bool:
+        """Whether any of these bursts has members still to come."""
+        return any(self._missing.get(burst_id, 0) > 0 for burst_id, _ in bursts)
+
+    def give_up(self) -> None:
+        """Wait no longer for the bursts known so far; late members are served as they come."""
+        self._missing = dict.fromkeys(self._missing, 0)
+
+
+def burst_of(request: OmniDiffusionRequest) -> tuple[str, int] | None:
+    """The burst that a request announces; None if it announces none (or no proper one)."""
+    burst = (request.sampling_params.extra_args or {}).get("rollout_burst")
+    if isinstance(burst, (tuple, list)) and len(burst) == 2 and isinstance(burst[1], int):
+        return str(burst[0]), burst[1]
+    return None
+
+
+class _RolloutScheduling:
+    """Key and admission for both schedulers of the engine. Mixed in before one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bursts = BurstTracker()
+
+    def add_request(self, request: OmniDiffusionRequest) -> str:
+        self._bursts.arrived(burst_of(request))
+        return super().add_request(request)  # type: ignore[misc]
+
+    def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RolloutBatchKey:
+        sampling = request.sampling_params
+        lora = sampling.lora_request
+        return RolloutBatchKey(
+            height=sampling.height,
+            width=sampling.width,
+            lora_int_id=None if lora is None else lora.lora_int_id,
+            lora_scale=1.0 if lora is None else sampling.lora_scale,
+        )
+
+    def get_admission_wait_decision(self, *, now: float, dp_concurrent: bool = False) -> _AdmissionWaitDecision:
+        idle = self.num_running_requests() == 0  # type: ignore[attr-defined]
+        if idle and self._bursts.incomplete(self._waiting_bursts()):
+            return _AdmissionWaitDecision(
+                should_wait=True,
+                deadline=now + BURST_DEADLINE_S,
+                stable_window_s=BURST_QUIET_S,
+                max_batch=self.max_num_running_reqs,  # type: ignore[attr-defined]
+            )
+        return super().get_admission_wait_decision(now=now, dp_concurrent=dp_concurrent)  # type: ignore[misc]
+
+    def should_end_admission_wait(self, decision: _AdmissionWaitDecision, *, now: float, stable_since: float) -> bool:
+        bursts = self._waiting_bursts()
+        if not bursts:
+            ended: bool = super().should_end_admission_wait(decision, now=now, stable_since=stable_since)  # type: ignore[misc]
+            return ended
+        full = self.num_waiting_requests() >= decision.max_batch  # type: ignore[attr-defined]
+        if full or not self._bursts.incomplete(bursts):
+            return True
+        late = decision.deadline is not None and now >= decision.deadline
+        if late or now - stable_since >= BURST_QUIET_S:
+            self._bursts.give_up()
+            return True
+        return False
+
+    def _waiting_bursts(self) -> list[tuple[str, int]]:
+        states = (self._request_states.get(request_id) for request_id in self._waiting)  # type: ignore[attr-defined]
+        bursts = (burst_of(state.req) for state in states if state is not None)
+        return [burst for burst in bursts if burst is not None]
+
+
+class RolloutStepScheduler(_RolloutScheduling, StepScheduler):
+    """Step-wise: requests join and leave between denoising steps."""
+
+    def _get_total_steps(self, request: OmniDiffusionRequest) -> int:
+        # Only the adapter knows its default and its limits; a request ends when the adapter says so, not by this count.
+        steps = request.sampling_params.num_inference_steps
+        return steps if isinstance(steps, int) and steps > 0 else 1
+
+
+class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
+    """Request-level: a wave of whole requests."""
+
+
+class RolloutDiffusionEngine(DiffusionEngine):
+    """The stock engine with the schedulers and hooks of this module."""
+
+    def _init_process_hooks(self, od_config: Any) -> None:
+        super()._init_process_hooks(od_config)
+        self._rollout = is_rollout_adapter(od_config)
+        if self._rollout:
+            self.pre_process_func = None
+            if self.post_process_func is not None:
+                self.post_process_func = wrap_rollout_postprocessor(self.post_process_func)
+
+    def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
+        if scheduler is None and self._rollout:
+            step_wise = self.execution_mode is DiffusionExecutionMode.STEP_BATCH
+            scheduler = RolloutStepScheduler() if step_wise else RolloutRequestScheduler()
+        super()._init_scheduler(od_config, scheduler, *args, **kwargs)
+
+    def _prepare_request_for_admission(self, request: OmniDiffusionRequest) -> OmniDiffusionRequest:
+        seed = request.sampling_params.seed
+        integer = isinstance(seed, int) and not isinstance(seed, bool)
+        if self._rollout and seed is not None and not (integer and 0 <= seed < _SEED_LIMIT):
+            raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
+        return super()._prepare_request_for_admission(request)
+
+
+def is_rollout_adapter(od_config: Any) -> bool:
+    """Whether the configured custom pipeline is one of our adapters."""
+    pipeline = (od_config.custom_pipeline_args or {}).get("pipeline_class")
+    if isinstance(pipeline, str):
+        pipeline = resolve_obj_by_qualname(pipeline)
+    return isinstance(pipeline, type) and issubclass(pipeline, VllmOmniPipelineBase)

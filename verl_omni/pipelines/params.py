@@ -1,0 +1,203 @@
+"""What one request asks of an adapter: read from the engine's sampling parameters, checked, frozen.
+
+Every knob belongs to the request. A value that cannot be served raises :class:`RequestError`, which ends this request and
+no other.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.algorithms.flow_sde import SDE_TYPES
+
+if TYPE_CHECKING:
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+OUTPUT_TYPES = ("pt", "latent")
+EXTRA_KEYS = ("noise_level", "sde_type", "sde_window_size", "sde_window_range", "logprobs", "rollout_burst")
+ENCODERS = ("", "_2", "_3")
+"""Suffixes of the prompt keys of a model's first, second and third text encoder."""
+
+
+class RequestError(ValueError):
+    """A request asks for what cannot be served; the message says what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutParams:
+    """The sampling knobs of one request."""
+
+    height: int
+    """Pixels."""
+    width: int
+    """Pixels."""
+    num_inference_steps: int
+    num_outputs: int
+    """Rows (images) of this request."""
+    seed: int
+    """Seed of row 0; the other rows' seeds follow from it."""
+    cfg_scale: float
+    """Classifier-free guidance is on when this is above 1 and a negative prompt is given."""
+    max_sequence_length: int
+    """Limit on text tokens."""
+    output_type: str
+    """"pt": uint8 pixels; "latent": the final latents, undecoded."""
+    noise_level: float
+    sde_type: str
+    sde_window_size: int | None
+    sde_window_range: tuple[int, int] | None
+    logprobs: bool
+    """Record latents, log-probs and timesteps of the stochastic steps."""
+
+    @classmethod
+    def read(
+        cls,
+        sampling: OmniDiffusionSamplingParams,
+        *,
+        cfg_key: str,
+        default_size: int,
+        default_steps: int,
+        default_cfg_scale: float,
+        text_limit: int,
+        default_text_length: int,
+    ) -> RolloutParams:
+        """Read and check `sampling`; the keywords are the adapter's defaults and limits. Raises :class:`RequestError`."""
+        extra = sampling.extra_args or {}
+        cfg_scale = getattr(sampling, cfg_key)
+        if cfg_key == "guidance_scale" and not sampling.guidance_scale_provided:
+            cfg_scale = None
+        limit = _integer("max_sequence_length", sampling.max_sequence_length, default_text_length, low=1)
+        if limit > text_limit:
+            raise RequestError(f"max_sequence_length={limit} is above this model's limit of {text_limit}")
+        noise_level = _number("noise_level", extra.get("noise_level"), 0.7, low=0.0)
+        sde_type = _one_of("sde_type", extra.get("sde_type"), "sde", SDE_TYPES)
+        if sde_type == "cps" and noise_level > 1:
+            raise RequestError(f"noise_level={noise_level} is above 1, which sde_type='cps' does not define")
+        for name in ("sigmas", "timesteps", "latents"):
+            if getattr(sampling, name) is not None:
+                raise RequestError(f"{name} is not supported in rollouts: they follow from the request's other knobs")
+        return cls(
+            height=_integer("height", sampling.height, default_size, low=1),
+            width=_integer("width", sampling.width, default_size, low=1),
+            num_inference_steps=_integer("num_inference_steps", sampling.num_inference_steps, default_steps, low=1),
+            num_outputs=_integer("num_outputs_per_prompt", sampling.num_outputs_per_prompt, 1, low=1),
+            seed=_integer("seed", sampling.seed, None, low=0, high=2**63 - 1),
+            cfg_scale=_number(cfg_key, cfg_scale, default_cfg_scale),
+            max_sequence_length=limit,
+            output_type=_one_of("output_type", sampling.output_type, "pt", OUTPUT_TYPES),
+            noise_level=noise_level,
+            sde_type=sde_type,
+            sde_window_size=_optional_size(extra.get("sde_window_size")),
+            sde_window_range=_range(extra.get("sde_window_range")),
+            logprobs=_flag("logprobs", extra.get("logprobs", True)),
+        )
+
+
+def prompt_ids(prompt: Mapping[str, Any], *, negative: bool, encoder: str = "") -> tuple[int, ...] | None:
+    """Token ids of one encoder as the request gives them, mask applied; None when it gives none.
+
+    Accepts a list, a 1-D tensor or a [1, L] tensor; a mask of the same length picks the valid tokens. `encoder` is one of
+    :data:`ENCODERS`. Raises :class:`RequestError`.
+    """
+    side = "negative_prompt" if negative else "prompt"
+    key, ids = _first(prompt, f"{side}_token_ids{encoder}", f"{side}_ids{encoder}")
+    if ids is None:
+        return None
+    flat = _flat(key, ids)
+    _, mask = _first(prompt, f"{side}_mask{encoder}", f"{side}_attention_mask{encoder}")
+    if mask is not None:
+        keep = _flat(f"{side}_mask{encoder}", mask)
+        if len(keep) != len(flat):
+            raise RequestError(f"{side}_mask{encoder} has {len(keep)} entries for the {len(flat)} tokens of {key}")
+        flat = [token for token, valid in zip(flat, keep, strict=True) if valid]
+    if not flat:
+        raise RequestError(f"{key} holds no valid token; give at least one, or leave the key out")
+    return tuple(flat)
+
+
+def prompt_text(prompt: Mapping[str, Any], *, negative: bool) -> str | None:
+    """The request's text; None when it gives none. Raises :class:`RequestError` if it is not a string."""
+    key = "negative_prompt" if negative else "prompt"
+    text = prompt.get(key)
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"{key} must be a string, got {type(text).__name__}; token ids go into {key}_token_ids")
+    return text
+
+
+def as_prompt(prompt: object) -> Mapping[str, Any]:
+    """The engine's prompt (text or mapping) as a mapping. Raises :class:`RequestError`."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        nested = prompt.get("additional_information")
+        return {**nested, **prompt} if isinstance(nested, Mapping) else prompt
+    raise RequestError(f"the prompt must be a string or a mapping, got {type(prompt).__name__}")
+
+
+def _first(prompt: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
+    return next(((key, prompt[key]) for key in keys if prompt.get(key) is not None), (keys[0], None))
+
+
+def _flat(key: str, value: Any) -> list[int]:
+    items = value.tolist() if hasattr(value, "tolist") else list(value)
+    if len(items) == 1 and isinstance(items[0], (list, tuple)):
+        items = list(items[0])
+    if any(isinstance(item, float) or not hasattr(item, "__index__") for item in items):
+        raise RequestError(f"{key} must be one row of integers (a list, a 1-D or a [1, L] tensor)")
+    return [operator.index(item) for item in items]
+
+
+def _integer(name: str, value: Any, default: int | None, *, low: int, high: int | None = None) -> int:
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(f"{name} must be an integer, got {value!r}")
+    number = operator.index(value)
+    if number < low or (high is not None and number > high):
+        raise RequestError(
+            f"{name}={number} is out of range; use {low} to {high}"
+            if high
+            else f"{name}={number} must be at least {low}"
+        )
+    return number
+
+
+def _number(name: str, value: Any, default: float, *, low: float = -math.inf) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
+        raise RequestError(
+            f"{name} must be a finite number{'' if low == -math.inf else f' of at least {low:g}'}, got {value!r}"
+        )
+    return float(value)
+
+
+def _one_of(name: str, value: Any, default: str, choices: tuple[str, ...]) -> str:
+    if value is None:
+        return default
+    if value not in choices:
+        raise RequestError(f"{name}={value!r} is unknown; use one of {', '.join(choices)}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return value is not False
+    raise RequestError(f"{name} must be true or false, got {value!r}")
+
+
+def _optional_size(value: Any) -> int | None:
+    return None if value is None else _integer("sde_window_size", value, None, low=0)
+
+
+def _range(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
+        raise RequestError(f"sde_window_range must be two integers [lo, hi], got {value!r}")
+    lo, hi = (_integer("sde_window_range", bound, None, low=0) for bound in value)
+    return lo, hi

@@ -1,0 +1,85 @@
+"""Rollout adapter of Qwen-Image for FlowGRPO.
+
+Legend: B rows, S image tokens (2×2 latent patches), C packed channels, L text tokens, D text width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
+
+from verl_omni.pipelines.model_base import Ids, VllmOmniPipelineBase
+from verl_omni.pipelines.params import RequestError
+from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.rows import TextBatch
+
+
+@VllmOmniPipelineBase.register("QwenImagePipeline")
+class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
+    """Token ids include the chat template, whose first tokens are dropped after encoding, as the model was trained."""
+
+    default_cfg_scale = 4.0
+    lora_key_map = {"to_out.0": "to_out"}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.transformer.guidance_embeds:
+            raise NotImplementedError("guidance-distilled Qwen-Image checkpoints have no rollout adapter yet")
+
+    def text_to_ids(self, text: str) -> tuple[Ids, ...]:
+        return (tuple(self.tokenizer(self.prompt_template_encode.format(text)).input_ids),)
+
+    def encode(self, ids: tuple[Ids, ...], max_sequence_length: int) -> PromptEmbeds:
+        prefix = self.prompt_template_encode_start_idx
+        length = len(ids[0]) - prefix
+        if length < 1:
+            raise RequestError(
+                f"the prompt has {len(ids[0])} tokens, of which the first {prefix} are the chat template's and dropped; "
+                "apply the chat template before tokenizing, or give text"
+            )
+        if length > max_sequence_length:
+            raise RequestError(
+                f"the prompt has {length} tokens after the template, above max_sequence_length={max_sequence_length}; "
+                f"shorten it, or raise max_sequence_length (at most {self.text_limit})"
+            )
+        tokens = torch.tensor(ids, device=self.device)
+        hidden = self.text_encoder(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True
+        ).hidden_states[-1][0, prefix:]
+        mask = torch.ones(length, dtype=torch.bool, device=self.device)
+        return {"prompt_embeds": hidden.to(self.od_config.dtype).clone(), "prompt_embeds_mask": mask}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        patch = 2 * self.vae_scale_factor
+        if height % patch or width % patch:
+            raise RequestError(f"height={height}, width={width} must be multiples of {patch}")
+        return (height // patch) * (width // patch), self.transformer.in_channels
+
+    def draw_latents(self, height: int, width: int, generator: torch.Generator) -> Tensor:
+        channels = self.transformer.in_channels // 4
+        return self.prepare_latents(1, channels, height, width, torch.float32, self.device, generator)[0]
+
+    def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
+        patch = 2 * self.vae_scale_factor
+        rows, length = text.embeds.shape[:2]
+        return self.transformer(
+            hidden_states=latents.to(self.od_config.dtype),
+            timestep=timesteps / 1000,
+            guidance=None,
+            encoder_hidden_states=text.embeds,
+            encoder_hidden_states_mask=text.mask,
+            img_shapes=[[(1, size[0] // patch, size[1] // patch)]] * rows,
+            txt_seq_lens=[length] * rows,
+            return_dict=False,
+        )[0]
+
+    def guide(self, cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
+        """Guidance that keeps each token's norm (Qwen-Image's own rule)."""
+        guided = super().guide(cond, uncond, scale)
+        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        return self._decode_latents(latents, *size).output

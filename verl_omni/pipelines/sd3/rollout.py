@@ -1,0 +1,91 @@
+"""Rollout adapter of Stable Diffusion 3 and 3.5 for FlowGRPO.
+
+Legend: B rows, L text tokens (77 CLIP, then the T5 tokens padded to max_sequence_length), D text width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
+
+from verl_omni.pipelines.model_base import Ids, VllmOmniPipelineBase
+from verl_omni.pipelines.params import RequestError
+from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.rows import TextBatch
+
+
+@VllmOmniPipelineBase.register("StableDiffusion3Pipeline")
+class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
+    """The padding of both CLIP and T5 is part of the model's input: it attends to it without a mask."""
+
+    num_encoders = 3
+    masks_text = False
+    cfg_key = "guidance_scale"
+    default_cfg_scale = 7.0
+    default_steps = 28
+    default_text_length = 256
+    text_limit = 512
+    lora_key_map = {"to_out.0": "to_out"}
+
+    def text_to_ids(self, text: str) -> tuple[Ids, ...]:
+        clip = [
+            tuple(tokenizer(text, truncation=True, max_length=self.tokenizer_max_length).input_ids)
+            for tokenizer in (self.tokenizer, self.tokenizer_2)
+        ]
+        return (*clip, tuple(self.tokenizer_3(text).input_ids))
+
+    def encode(self, ids: tuple[Ids, ...], max_sequence_length: int) -> PromptEmbeds:
+        clip, pooled = zip(
+            self._encode_clip(ids[0], self.tokenizer, self.text_encoder, "prompt_token_ids"),
+            self._encode_clip(ids[1], self.tokenizer_2, self.text_encoder_2, "prompt_token_ids_2"),
+            strict=True,
+        )
+        tokens = self._padded(ids[2], max_sequence_length, self.tokenizer_3.pad_token_id, "max_sequence_length")
+        t5 = self.text_encoder_3(tokens)[0]
+        joined = torch.cat(clip, dim=-1)
+        joined = torch.nn.functional.pad(joined, (0, t5.shape[-1] - joined.shape[-1]))
+        dtype = self.od_config.dtype
+        return {
+            "prompt_embeds": torch.cat([joined, t5], dim=1)[0].to(dtype),
+            "pooled_prompt_embeds": torch.cat(pooled, dim=-1)[0].to(dtype),
+        }
+
+    def _encode_clip(self, ids: Ids, tokenizer, encoder, name: str) -> tuple[Tensor, Tensor]:
+        tokens = self._padded(ids, self.tokenizer_max_length, tokenizer.pad_token_id, f"CLIP's limit for {name},")
+        output = encoder(tokens, output_hidden_states=True)
+        return output.hidden_states[-2], output[0]
+
+    def _padded(self, ids: Ids, length: int, pad: int, limit: str) -> Tensor:
+        if len(ids) > length:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, above {limit} {length}; shorten it or raise the limit"
+            )
+        return torch.tensor([[*ids, *[pad] * (length - len(ids))]], device=self.device)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        patch = self.patch_size * self.vae_scale_factor
+        if height % patch or width % patch:
+            raise RequestError(f"height={height}, width={width} must be multiples of {patch}")
+        largest = patch * self.transformer.pos_embed_max_size
+        if max(height, width) > largest:
+            raise RequestError(f"height={height}, width={width} must be at most {largest}")
+        return self.transformer.in_channels, height // self.vae_scale_factor, width // self.vae_scale_factor
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        return latent_shape[1] * latent_shape[2] // self.patch_size**2
+
+    def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
+        return self.transformer(
+            hidden_states=latents.to(self.od_config.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=text.embeds,
+            pooled_projections=text.extra["pooled_prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
+        config = self.vae.config
+        return self.vae.decode(
+            latents.to(self.vae.dtype) / config.scaling_factor + config.shift_factor, return_dict=False
+        )[0]

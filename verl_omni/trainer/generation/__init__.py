@@ -1,0 +1,1 @@
+"""Rollouts without training: prompts in, images and recorded trajectories out."""

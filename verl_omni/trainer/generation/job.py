@@ -1,0 +1,183 @@
+"""A generation run: everything checked first, then the engine started, everything generated, everything written."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from verl_omni.trainer.generation.console import own_stderr
+from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
+from verl_omni.trainer.generation.prompts import read_prompts
+from verl_omni.trainer.generation.requests import make_requests
+from verl_omni.trainer.generation.settings import GenerationSettings
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
+from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutPlan, resolve_plan
+from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+
+logger = logging.getLogger(__name__)
+
+_CAN_ALL = AdapterCapabilities(name="any adapter", request_batch=True, missing_step_methods=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationJob:
+    """A checked run; no model is loaded yet."""
+
+    settings: GenerationSettings
+    """The configuration."""
+    requests: list[RolloutRequest]
+    """All of them, in order."""
+    plan: RolloutPlan
+    """How the engine starts."""
+    adapter: str
+    """Import path of the adapter class."""
+
+    @classmethod
+    def prepare(cls, mapping: Mapping[str, Any]) -> GenerationJob:
+        """Check the configuration and whatever it names, what is cheap first. Raises :class:`ConfigError`."""
+        settings = GenerationSettings.from_mapping(mapping)
+        model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+        rows = read_prompts(settings.data.val_files, settings.data.max_samples)
+        requests = make_requests(rows, rollout, negative_prompt=settings.data.negative_prompt)
+        check_output_dir(settings.generation)
+        check_engine_keys(rollout.engine_options(), engine_keys())
+        architecture = model.resolve_architecture()
+        profile = RolloutProfile.load(rollout.profile) if rollout.profile is not None else None
+        resolve_plan(rollout, _CAN_ALL)  # contradictions show without the adapter, which takes seconds to import
+        if rollout.external_lib is not None:
+            import_external_lib(rollout.external_lib)
+        adapter, capabilities = _adapter(architecture, model.algorithm)
+        check_engine_values(rollout.engine_options())
+        key = profile and _profile_key(rollout, model.path, requests)
+        plan = resolve_plan(rollout, capabilities, profile, key=key)
+        for note in (*plan.notes, *_guidance_notes(rollout, requests)):
+            logger.warning(note)
+        return cls(settings=settings, requests=requests, plan=plan, adapter=adapter)
+
+    async def run(self) -> bool:
+        """Generate and write everything; whether all requests succeeded. Raises what the engine raises at its start."""
+        from tqdm import tqdm
+
+        from verl_omni.workers.rollout.engine import RolloutEngine
+
+        model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
+        options = rollout.engine_options()
+        engine = await RolloutEngine.start(
+            model_path=model.path,
+            plan=self.plan,
+            adapter=self.adapter,
+            dtype=rollout.dtype,
+            executor=options.pop("distributed_executor_backend", None),
+            engine_kwargs=options,
+        )
+        results: dict[str, RolloutSample | RolloutError] = {}
+        async with engine:
+            if model.lora_path is not None:
+                await _load_lora(engine, model.lora_path, model.lora_scale)
+            with tqdm(total=len(self.requests), desc="rollout", unit="request", file=own_stderr()) as progress:
+                start = time.perf_counter()
+                async for result in engine.generate_all(self.requests):
+                    results[str(result.request_id)] = result
+                    progress.update()
+                seconds = time.perf_counter() - start
+            stats = await engine.stats()
+        ordered = [(request, results[request.request_id]) for request in self.requests]
+        report = RunReport(plan=self.plan, stats=stats, seconds=seconds, peak_memory_mb=_peak_memory_mb(ordered))
+        columns = rollout.n if rollout.n > 1 else math.ceil(math.sqrt(len(ordered)))
+        write_outputs(self.settings.generation, ordered, report, columns=columns)
+        return self._tell(ordered, report)
+
+    def _tell(self, results: Results, report: RunReport) -> bool:
+        """Log the outcome; whether it is complete."""
+        facts, folder = report.as_dict(results), self.settings.generation.output_dir
+        for failure in facts["failed"]:
+            logger.error("%s failed: %s", failure["id"], failure["error"])
+        logger.info(
+            "%d images in %.2f s (%.2f a second), %s, rows in a forward: %s; %d of %d requests failed; written to %s",
+            *(facts[key] for key in ("num_images", "gen_s", "images_per_s", "mode", "batch_sizes")),
+            *(len(facts["failed"]), len(results), folder),
+        )
+        return not facts["failed"]
+
+
+def import_external_lib(name: str) -> None:
+    """Import a module, by name or by the path of its .py file, so that it registers its adapters.
+
+    A file's folder is added to the module search path of this process and of those it starts, as the engine imports the
+    adapter by its module's name. Raises :class:`ConfigError` if the import fails.
+    """
+    key = f"{DiffusionRolloutConfig.KEY}.external_lib={name!r}"
+    path = Path(name).expanduser().resolve()
+    is_file = name.endswith(".py") or "/" in name
+    if is_file and not (path.is_file() and path.suffix == ".py" and path.stem.isidentifier()):
+        raise ConfigError(f"{key}: {path} is no .py file whose name can be imported")
+    module_name = path.stem if is_file else name
+    if is_file and str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(path.parent))))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the module does at import is the user's code
+        raise ConfigError(f"{key} cannot be imported: {type(error).__name__}: {error}") from error
+    found = Path(getattr(module, "__file__", None) or "").resolve()
+    if is_file and found != path:
+        raise ConfigError(f"{key}: the module name {module_name} already means {found}; rename the file")
+
+
+def _adapter(architecture: str, algorithm: str) -> tuple[str, AdapterCapabilities]:
+    from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+    try:
+        capabilities = AdapterCapabilities.of(VllmOmniPipelineBase.get_class(architecture, algorithm))
+        return VllmOmniPipelineBase.get_pipeline_path(architecture, algorithm), capabilities
+    except ValueError as error:
+        raise ConfigError(f"actor_rollout_ref.model: {error}") from error
+
+
+def _profile_key(rollout: DiffusionRolloutConfig, model_path: str, requests: list[RolloutRequest]) -> ProfileKey:
+    from vllm_omni.platforms import current_omni_platform
+
+    cuda = current_omni_platform.is_cuda_alike()
+    device = current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
+    key = ProfileKey.of(rollout, model=model_path, device=device)
+    return replace(key, cfg=key.cfg and any(_has_negative(request) for request in requests))
+
+
+def _has_negative(request: RolloutRequest) -> bool:
+    return request.negative_prompt is not None or request.negative_prompt_token_ids is not None
+
+
+def _guidance_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutRequest]) -> list[str]:
+    scales = {name: getattr(rollout.pipeline, name) for name in ("true_cfg_scale", "guidance_scale")}
+    asked = [f"{name}={scale:g}" for name, scale in scales.items() if scale is not None and scale > 1]
+    if not asked or any(_has_negative(request) for request in requests):
+        return []
+    return [f"{asked[0]} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"]
+
+
+async def _load_lora(engine: Any, path: str, scale: float) -> None:
+    try:
+        await engine.load_lora(path, scale=scale)
+    except (ValueError, RolloutError) as error:
+        raise ConfigError(f"actor_rollout_ref.model.lora_path={path!r}: {error}") from error
+
+
+def _peak_memory_mb(results: Results) -> float:
+    """The highest that any sample tells; where none does (CPU), that of this process or of its largest child, MiB."""
+    peaks = [result.peak_memory_mb for _, result in results if isinstance(result, RolloutSample)]
+    if any(peaks):
+        return max(peaks)
+    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return max(own, children) / (1024**2 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,185 @@
+"""What a generation run writes: images, a grid, trajectories, and a report of what ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.trainer.generation.settings import GenerationConfig
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.plan import RolloutPlan
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from verl_omni.trainer.generation.grid import Tile
+
+IMAGES, GRID, TRAJECTORIES, REPORT = "images", "grid.png", "trajectories.safetensors", "rollout.json"
+_IMAGE_NAME = re.compile(r"\d{4,}-\d{2,}(\.\d+)?\.png")
+
+Results = Sequence[tuple[RolloutRequest, RolloutSample | RolloutError]]
+"""Every request with what came of it, in the order of the requests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What ``rollout.json`` tells."""
+
+    plan: RolloutPlan
+    """What was planned."""
+    stats: RolloutStats
+    """What the engine did."""
+    seconds: float
+    """From the submission of all requests to the last result."""
+    peak_memory_mb: float
+    """Highest device memory of the engine; on a CPU the resident memory of its process, MiB."""
+
+    def as_dict(self, results: Results) -> dict[str, Any]:
+        """Plain data. The keys are public."""
+        samples = [(request, result) for request, result in results if isinstance(result, RolloutSample)]
+        failed = [result for _, result in results if isinstance(result, RolloutError)]
+        images = sum(len(output_ids(sample)) for _, sample in samples)
+        return {
+            "mode": self.plan.mode.value,
+            "reason": self.plan.reason,
+            "notes": list(self.plan.notes),
+            "max_num_seqs": self.plan.max_num_seqs,
+            "request_batch_max_wait_ms": self.plan.request_batch_max_wait_ms,
+            "rows_per_forward": self.plan.rows_per_forward,
+            "num_requests": len(results),
+            "num_images": images,
+            "gen_s": round(self.seconds, 4),
+            "images_per_s": round(images / self.seconds, 4),
+            **self.stats.as_dict(),
+            "failed": [{"id": error.request_id, "error": error.message} for error in failed],
+            "peak_memory_mb": round(self.peak_memory_mb, 1),
+            "samples": [
+                {"id": item.request_id, "prompt": request.prompt, "seed": item.seed, "sde_windows": item.sde_windows}
+                for request, item in samples
+            ],
+        }
+
+
+def check_output_dir(config: GenerationConfig) -> None:
+    """Raise :class:`ConfigError` unless all files can be written into `config.output_dir`, which need not exist yet."""
+    folder = Path(config.output_dir).absolute()
+    blocked = [folder / name for name in (GRID, TRAJECTORIES, REPORT) if (folder / name).is_dir()]
+    if (folder / IMAGES).exists() and not (folder / IMAGES).is_dir():
+        blocked.append(folder / IMAGES)
+    while not folder.exists():
+        folder = folder.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        blocked.append(folder)
+    if blocked:
+        raise ConfigError(
+            f"generation.output_dir={config.output_dir!r}: {blocked[0]} is in the way; give another folder"
+        )
+
+
+def write_outputs(config: GenerationConfig, results: Results, report: RunReport, *, columns: int) -> None:
+    """Write all files into `config.output_dir`, in place of those of an earlier run; ``rollout.json`` comes last.
+
+    `columns` is the width of the grid in images. Files that no run writes are left alone.
+    """
+    folder = Path(config.output_dir)
+    remove_outputs(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.save_images:
+        for name, image in _images(results):
+            (folder / IMAGES).mkdir(exist_ok=True)
+            image.save(folder / IMAGES / f"{name}.png")
+    if config.grid and (tiles := list(_tiles(results))[: config.grid_max_images]):
+        from verl_omni.trainer.generation.grid import draw_grid
+
+        draw_grid(tiles, columns).save(folder / GRID)
+    if config.save_trajectories:
+        from safetensors.torch import save_file
+
+        save_file(trajectory_tensors(results), folder / TRAJECTORIES)
+    content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)
+    (folder / REPORT).write_text(content + "\n", encoding="utf-8")
+
+
+def remove_outputs(folder: Path) -> None:
+    """Remove what an earlier run wrote into `folder`, and nothing else."""
+    for name in (REPORT, GRID, TRAJECTORIES):
+        (folder / name).unlink(missing_ok=True)
+    images = folder / IMAGES
+    if images.is_dir():
+        for file in images.iterdir():
+            if _IMAGE_NAME.fullmatch(file.name):
+                file.unlink()
+        if not any(images.iterdir()):
+            images.rmdir()
+
+
+def output_ids(sample: RolloutSample) -> list[str]:
+    """Id of each output of a sample: its request's, followed by ``.0``, ``.1`` … if there are several."""
+    media = sample.images if sample.images is not None else sample.latents
+    count = 0 if media is None else len(media)
+    return [sample.request_id] if count == 1 else [f"{sample.request_id}.{index}" for index in range(count)]
+
+
+def trajectory_tensors(results: Results) -> dict[str, Tensor]:
+    """``<id>/<name>`` → tensor, for every output of every sample.
+
+    Names: ``latents`` float32 [W+1, ...], ``log_probs`` and ``timesteps`` float32 [W] of the W recorded steps, left out
+    where nothing was recorded; the text embeddings, unpadded, e.g. ``prompt_embeds`` [L, D] with its mask
+    ``prompt_embeds_mask`` bool [L]; ``output_latents`` where latents were asked for in place of an image.
+    """
+    tensors: dict[str, Tensor] = {}
+    for _, sample in results:
+        if isinstance(sample, RolloutSample):
+            embeddings = with_masks(sample.prompt_embeddings)
+            for index, name in enumerate(output_ids(sample)):
+                per_output = {
+                    "latents": sample.trajectory_latents,
+                    "log_probs": sample.trajectory_log_probs,
+                    "timesteps": sample.trajectory_timesteps,
+                    "output_latents": sample.latents,
+                }
+                rows = {key: value[index] for key, value in per_output.items() if value is not None}
+                for key, value in {**rows, **embeddings}.items():
+                    tensors[f"{name}/{key}"] = value.clone().contiguous()  # the format rejects shared storage
+    return tensors
+
+
+def with_masks(embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`embeddings` with a mask for each sequence that comes without: all ones, as nothing is padded."""
+    import torch
+
+    masks = {
+        f"{name}_mask": torch.ones(len(value), dtype=torch.bool)
+        for name, value in embeddings.items()
+        if name.endswith("prompt_embeds") and value.ndim == 2
+    }
+    return {**masks, **embeddings}
+
+
+def _images(results: Results) -> Iterator[tuple[str, Image]]:
+    from PIL import Image
+
+    for _, sample in results:
+        if isinstance(sample, RolloutSample) and sample.images is not None:
+            for name, pixels in zip(output_ids(sample), sample.images, strict=True):
+                yield name, Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+
+
+def _tiles(results: Results) -> Iterator[Tile]:
+    """A place for each image, and for each request that failed."""
+    from verl_omni.trainer.generation.grid import Tile
+
+    for request, result in results:
+        prompt = request.prompt or "(token ids)"
+        if isinstance(result, RolloutError):
+            yield Tile(image=None, label=request.request_id, prompt=prompt)
+        for name, image in _images([(request, result)]):
+            yield Tile(image=image, label=name, prompt=prompt)

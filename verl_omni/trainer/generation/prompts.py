@@ -1,0 +1,121 @@
+"""Prompt files: what each row asks for, as keyword arguments of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config.base import unknown_key
+from verl_omni.workers.rollout.request import RolloutRequest
+
+ROW_KEYS = frozenset(item.name for item in fields(RolloutRequest)) - {"request_id"}
+"""What a row may set: everything a request takes."""
+_TEXT_KEYS = ("prompt", "negative_prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """One prompt."""
+
+    values: Mapping[str, Any]
+    """Keys of `ROW_KEYS` that the row sets; None where it says null."""
+    source: str
+    """``file:row``, for messages; lines count from 1, as do rows of a parquet file."""
+
+
+def read_prompts(files: Sequence[str | Path], max_samples: int | None = None) -> list[PromptRow]:
+    """The rows of all files, in order, `max_samples` at most. Values are not checked, keys are.
+
+    ``.txt``: a prompt a line, blank lines skipped. ``.jsonl``: an object a line. ``.parquet``: verl's schema, with chat
+    messages in ``prompt``; columns that are no `ROW_KEYS` are ignored, as is null in any column.
+
+    Raises :class:`ConfigError` naming file and line for what can't be read, an unknown key, or a file without prompts.
+    """
+    rows: list[PromptRow] = []
+    for file in map(Path, files):
+        read = _READERS.get(file.suffix.lower())
+        if read is None:
+            raise ConfigError(f"data.val_files: {file} must end in one of {', '.join(_READERS)}")
+        if not file.is_file():
+            raise ConfigError(f"data.val_files: there is no file {file}")
+        before = len(rows)
+        rows += read(file)
+        if len(rows) == before:
+            raise ConfigError(f"data.val_files: {file} holds no prompt")
+    return rows[:max_samples]
+
+
+def _read_txt(file: Path) -> Iterator[PromptRow]:
+    for source, line in _lines(file):
+        yield PromptRow(values={"prompt": line}, source=source)
+
+
+def _read_jsonl(file: Path) -> Iterator[PromptRow]:
+    for source, line in _lines(file):
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{source}: no valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f'{source}: must be an object such as {{"prompt": "…", "seed": 1}}, got {line[:60]}')
+        for key in values:
+            if key not in ROW_KEYS:
+                raise ConfigError(f"{source}: {unknown_key(key, ROW_KEYS)}")
+        yield _row(values, source)
+
+
+def _read_parquet(file: Path) -> Iterator[PromptRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = [name for name in table.schema_arrow.names if name in ROW_KEYS]
+        if not {"prompt", "prompt_token_ids"} & set(columns):
+            raise ConfigError(f"{file}: has no column prompt; there are {', '.join(table.schema_arrow.names)}")
+        rows = table.read(columns=columns).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ConfigError(f"{file}: no readable parquet file: {error}") from error
+    for number, values in enumerate(rows, 1):
+        yield _row({key: value for key, value in values.items() if value is not None}, f"{file}:{number}")
+
+
+_READERS: dict[str, Callable[[Path], Iterable[PromptRow]]] = {
+    ".txt": _read_txt,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+def _lines(file: Path) -> Iterator[tuple[str, str]]:
+    """``file:line`` and content of the lines that are not blank."""
+    try:
+        content = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not readable as UTF-8 text: {error}") from error
+    for number, line in enumerate(content.split("\n"), 1):
+        if line.strip():
+            yield f"{file}:{number}", line.strip()
+
+
+def _row(values: dict[str, Any], source: str) -> PromptRow:
+    texts = {key: _user_text(values[key], key, source) for key in _TEXT_KEYS if isinstance(values.get(key), list)}
+    return PromptRow(values={**values, **texts}, source=source)
+
+
+def _user_text(messages: list[Any], key: str, source: str) -> str:
+    """What the user says last in a chat."""
+    for message in reversed(messages):
+        content = message.get("content") if isinstance(message, dict) and message.get("role") == "user" else None
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+            content = "".join(part for part in parts if isinstance(part, str))
+        if isinstance(content, str):
+            return content
+    raise ConfigError(
+        f'{source}: {key} must be a text, or messages of which one has "role": "user" and a text "content"'
+    )

@@ -1,0 +1,1 @@
+"""Workers of a training run: typed configuration and rollouts."""

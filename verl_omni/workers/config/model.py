@@ -1,0 +1,80 @@
+"""Which model is rolled out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from verl_omni.workers.config.base import ConfigError, number, text
+
+
+@dataclass(kw_only=True)
+class DiffusionModelConfig:
+    """``actor_rollout_ref.model``: weights, and which adapter runs them."""
+
+    KEY: ClassVar[str] = "actor_rollout_ref.model"
+
+    path: str
+    """Folder in diffusers layout, or the name of a repository on the Hugging Face hub."""
+    algorithm: str = "flow_grpo"
+    """Second half of the key under which the adapter is registered."""
+    architecture: str | None = None
+    """First half of that key; null: ``_class_name`` of the model's ``model_index.json``."""
+    lora_path: str | None = None
+    """Folder of a PEFT adapter that all requests use; null: none."""
+    lora_scale: float = 1.0
+    """Factor on the LoRA's contribution."""
+
+    def __post_init__(self) -> None:
+        self.path = text(f"{self.KEY}.path", self.path)
+        self.algorithm = text(f"{self.KEY}.algorithm", self.algorithm)
+        self.architecture = text(f"{self.KEY}.architecture", self.architecture, null="what model_index.json says")
+        self.lora_path = text(f"{self.KEY}.lora_path", self.lora_path, null="no LoRA")
+        self.lora_scale = number(f"{self.KEY}.lora_scale", self.lora_scale)
+        if self.lora_scale == 0:
+            raise ConfigError(f"{self.KEY}.lora_scale=0 must not be 0; write {self.KEY}.lora_path=null for no LoRA")
+        if self.lora_path is not None and not (Path(self.lora_path) / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{self.KEY}.lora_path={self.lora_path!r} holds no adapter_config.json; "
+                f"give the folder of a PEFT adapter"
+            )
+
+    def resolve_architecture(self) -> str:
+        """`architecture`, or what the model says of itself. Downloads at most ``model_index.json``.
+
+        Raises :class:`ConfigError` when there is no model, or it does not say.
+        """
+        if self.architecture is not None:
+            return self.architecture
+        try:
+            index = json.loads(self._index_file().read_text(encoding="utf-8"))
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model_index.json of {self.KEY}.path={self.path!r} cannot be read: {error}") from error
+        name = index.get("_class_name") if isinstance(index, dict) else None
+        if not isinstance(name, str):
+            raise ConfigError(f"model_index.json of {self.path!r} has no _class_name; set {self.KEY}.architecture")
+        return name
+
+    def _index_file(self) -> Path:
+        """Where ``model_index.json`` lies."""
+        folder = Path(self.path)
+        if folder.is_dir():
+            if not (folder / "model_index.json").is_file():
+                raise ConfigError(
+                    f"{self.KEY}.path={self.path!r} holds no model_index.json; give a folder in diffusers layout"
+                )
+            return folder / "model_index.json"
+        if folder.is_absolute() or self.path.startswith((".", "~")) or self.path.count("/") != 1:
+            raise ConfigError(f"{self.KEY}.path={self.path!r} is no folder; give a folder in diffusers layout")
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(self.path, "model_index.json"))
+        except Exception as error:  # the hub's client raises many kinds; all mean that the model cannot be had
+            raise ConfigError(
+                f"{self.KEY}.path={self.path!r} is neither a folder nor a model that can be had from the hub: {error}"
+            ) from error

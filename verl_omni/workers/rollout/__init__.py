@@ -1,0 +1,1 @@
+"""Rollouts: the plan, the engine that carries it out, requests and samples."""

@@ -1,0 +1,379 @@
+"""From a plan to a running engine, and what a trainer does with it.
+
+One engine serves one policy at a time. Changes of the policy (LoRA, weights, sleep) wait for the trajectories in flight
+and hold new ones back meanwhile; every sample carries the version of the policy that made it. A request that fails ends as
+a :class:`RolloutError` and takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import uuid
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.rollout.policy_gate import PolicyGate
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.staging import staged_lora, staged_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_omni.workers.rollout.plan import RolloutPlan
+
+logger = logging.getLogger(__name__)
+
+ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
+WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
+CLOSE_GRACE_S = 10.0
+"""How long `close` waits for the engine to acknowledge aborts: it does so within one step or wave, a dead one never."""
+_SLEEP_LEVEL = 1
+"""Keep the weights on the host; the engine cannot wake up from level 2."""
+
+
+@dataclass
+class _Flight:
+    task: asyncio.Task[RolloutSample]
+    ended: str | None = None
+    """Why we ended it ourselves."""
+
+
+class RolloutEngine:
+    """A running engine. Made by :meth:`start`; to be closed, or used with ``async with``."""
+
+    def __init__(self, omni: Any, lora_key_map: Mapping[str, str]) -> None:
+        self._omni = omni
+        self._lora_key_map = lora_key_map
+        self._gate = PolicyGate()
+        self._flights: dict[str, _Flight] = {}
+        self._lora: Any = None
+        self._lora_scale = 1.0
+        self._loras_loaded = 0
+        self._asleep = False
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        *,
+        model_path: str | Path,
+        plan: RolloutPlan,
+        adapter: str,
+        dtype: str = "bfloat16",
+        executor: str | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        lora_key_map: Mapping[str, str] | None = None,
+    ) -> RolloutEngine:
+        """Start an engine with exactly `plan`.
+
+        Args:
+            model_path: diffusers checkpoint.
+            adapter: import path of the adapter class, ``"module.Class"``.
+            dtype: of the model; latents and log-probs are float32 anyhow.
+            executor: "uni" (worker in this process; the default for one device) or "mp" (worker processes).
+            engine_kwargs: further arguments of the engine.
+            lora_key_map: overrides the adapter's.
+
+        Raises ValueError if `engine_kwargs` contradict the plan; whatever the engine raises if it does not come up.
+        """
+        arguments = engine_arguments(plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {})
+        if lora_key_map is None:
+            module, _, name = adapter.rpartition(".")
+            lora_key_map = getattr(getattr(import_module(module), name), "lora_key_map", {})
+        from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+        logger.info(plan.log_line())
+        spawning = arguments["distributed_executor_backend"] == "mp"
+        context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
+        with context:
+            omni = await asyncio.to_thread(AsyncOmni, model=str(model_path), **arguments)
+        engine = cls(omni, lora_key_map)
+        await engine.stats(reset=True)  # forget the engine's warm-up request
+        return engine
+
+    @property
+    def policy_version(self) -> int:
+        """Number of policy changes so far; starts at 0."""
+        return self._gate.version
+
+    async def generate(self, request: RolloutRequest) -> RolloutSample:
+        """One request. Raises :class:`RolloutError`. Cancelling the awaiting task aborts the request in the engine."""
+        return await self._fly(request, None)
+
+    async def generate_all(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutSample | RolloutError]:
+        """Submit all at once, so that they batch from the first step; yields each as it finishes, failed ones as errors.
+
+        Leaving the loop early aborts the rest.
+        """
+        fresh = {request.request_id for request in requests} - self._flights.keys()
+        burst = (uuid.uuid4().hex, len(fresh))
+        tasks = [asyncio.create_task(self._settle(request, burst)) for request in requests]
+        try:
+            for finished in asyncio.as_completed(tasks):
+                yield await finished
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def abort(self, request_ids: str | Iterable[str]) -> None:
+        """End these requests with RolloutError("aborted"). Ids that are not in flight are left alone."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        await self._end([self._flights[request_id] for request_id in ids if request_id in self._flights], "aborted")
+
+    async def load_lora(self, path: str | Path, *, scale: float = 1.0) -> None:
+        """Make the PEFT adapter folder `path` part of the policy, in place of the one before.
+
+        Raises ValueError if it is no usable adapter, :class:`RolloutError` if the engine refuses it; the old policy serves
+        on then. To go back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
+        """
+        if not math.isfinite(scale) or abs(scale) < 1e-3:
+            raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
+        from vllm.lora.request import LoRARequest
+
+        async with _in_thread(staged_lora(path, self._lora_key_map)) as folder, self._change():
+            self._loras_loaded += 1
+            lora = LoRARequest(f"policy-{self._loras_loaded}", self._loras_loaded, str(folder))
+            await self._rpc("load_lora", lora)
+            await self._set_lora(lora, scale)
+
+    async def remove_lora(self) -> None:
+        """Go back to the policy without LoRA."""
+        async with self._change():
+            await self._set_lora(None, 1.0)
+
+    async def update_weights(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
+        """Replace all weights of the transformer; returns how many tensors that were.
+
+        Names are those of the diffusers checkpoint after ``transformer.``. A loaded LoRA stays on top. Raises
+        :class:`RolloutError` naming the first unknown, missing or misshapen weight; the old policy serves on then.
+        """
+        async with _in_thread(staged_weights(named_tensors)) as path, self._change():
+            return int(await self._rpc("load_weights_file", str(path)))
+
+    async def sleep(self) -> None:
+        """Give the device memory of the weights back (kept on the host). Requests fail until :meth:`wake_up`."""
+        async with self._gate.change(counts=False):
+            self._check_open()
+            if not self._asleep:
+                self._asleep = True
+                try:
+                    _check_acknowledged("sleep", await self._omni.sleep(level=_SLEEP_LEVEL))
+                except BaseException:
+                    await self._omni.resume_generation()  # the engine's own gate would stay shut
+                    raise
+
+    async def wake_up(self) -> None:
+        """Undo :meth:`sleep`."""
+        async with self._gate.change(counts=False):
+            self._check_open()
+            if self._asleep:
+                _check_acknowledged("wake_up", await self._omni.wake_up())
+                self._asleep = False
+
+    async def stats(self, reset: bool = False) -> RolloutStats:
+        """What the adapter counted since the start or the last reset.
+
+        The engine answers between steps or waves, and admits nothing while it is asked: ask per run, not per request.
+        """
+        self._check_open()
+        return RolloutStats.from_dict(await self._rpc("rollout_stats", reset))
+
+    async def close(self) -> None:
+        """End the requests in flight and the engine. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._end(list(self._flights.values()), "the engine was closed", timeout=CLOSE_GRACE_S)
+        if self._omni.final_output_task is not None:  # belongs to this loop; shutdown() runs in another thread
+            self._omni.final_output_task.cancel()
+            self._omni.final_output_task = None
+        await asyncio.to_thread(self._omni.shutdown)
+
+    async def __aenter__(self) -> RolloutEngine:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def _settle(self, request: RolloutRequest, burst: tuple[str, int]) -> RolloutSample | RolloutError:
+        try:
+            return await self._fly(request, burst)
+        except RolloutError as error:
+            return error
+
+    async def _fly(self, request: RolloutRequest, burst: tuple[str, int] | None) -> RolloutSample:
+        request_id = request.request_id
+        self._check_open(request_id)
+        if request_id in self._flights:
+            raise RolloutError(request_id, "a request of this id is in flight; give each its own")
+        flight = _Flight(asyncio.create_task(self._trajectory(request, burst)))
+        self._flights[request_id] = flight
+        try:
+            return await flight.task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if flight.ended is None or (current is not None and current.cancelling()):
+                raise
+            raise RolloutError(request_id, flight.ended) from None
+        finally:
+            del self._flights[request_id]
+
+    async def _trajectory(self, request: RolloutRequest, burst: tuple[str, int] | None) -> RolloutSample:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        async with self._gate.trajectory() as version:
+            self._check_open(request.request_id)
+            self._check_awake(request.request_id)
+            try:
+                return make_sample(request, await self._run(request, burst), version)
+            except RolloutError:
+                raise
+            except Exception as error:
+                problem = str(error) or repr(error)
+                if isinstance(error, EngineDeadError) or not await self._alive():
+                    problem = f"the engine died, start another: {problem}"
+                raise RolloutError(request.request_id, problem) from error
+
+    async def _run(self, request: RolloutRequest, burst: tuple[str, int] | None) -> Any:
+        from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+        prompt, knobs = request.to_engine()
+        sampling = OmniDiffusionSamplingParams(**knobs, lora_request=self._lora, lora_scale=self._lora_scale)
+        if burst is not None:
+            sampling.extra_args["rollout_burst"] = burst
+        output = None
+        async for output in self._omni.generate(prompt, sampling_params_list=[sampling], request_id=request.request_id):
+            pass
+        return output
+
+    async def _end(self, flights: Sequence[_Flight], reason: str, timeout: float | None = None) -> None:
+        for flight in flights:
+            if flight.ended is None:
+                flight.ended = reason
+                flight.task.cancel()
+        if flights:
+            await asyncio.wait([flight.task for flight in flights], timeout=timeout)
+
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        async with self._gate.change():
+            self._check_open()
+            self._check_awake()
+            yield
+
+    async def _set_lora(self, lora: Any, scale: float) -> None:
+        old, self._lora, self._lora_scale = self._lora, lora, scale
+        if old is not None:
+            try:
+                await self._rpc("remove_lora", old.lora_int_id)
+            except RolloutError as error:  # no reason to fail: requests name their adapter, and the next load evicts it
+                logger.warning("%s; the adapter stays in memory", error)
+
+    async def _rpc(self, method: str, *args: Any) -> Any:
+        results = await self._omni.collective_rpc(method, args=args)
+        result = results[0] if results else {"supported": False, "error": "the engine has no worker left"}
+        if isinstance(result, dict) and result.get("supported") is False:
+            raise RolloutError(None, f"{method} failed: {str(result.get('error')).partition(chr(10) * 2)[0]}")
+        return result[0] if isinstance(result, list) else result
+
+    async def _alive(self) -> bool:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._omni.check_health()
+        except EngineDeadError:
+            return False
+        return True
+
+    def _check_open(self, request_id: str | None = None) -> None:
+        if self._closed:
+            raise RolloutError(request_id, "the engine is closed; start another")
+
+    def _check_awake(self, request_id: str | None = None) -> None:
+        if self._asleep:
+            raise RolloutError(request_id, "the engine is asleep; call wake_up() first")
+
+
+def engine_arguments(
+    plan: RolloutPlan, *, adapter: str, dtype: str, executor: str | None, engine_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments of the engine. Raises ValueError where `engine_kwargs` contradict the plan."""
+    import torch
+
+    ours = {
+        **plan.engine_kwargs(),
+        "dtype": dtype,
+        "engine_backend": ENGINE_BACKEND,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "custom_pipeline_args": {"pipeline_class": adapter, "rows_per_forward": plan.rows_per_forward},
+    }
+    for key, value in ours.items():
+        if key in engine_kwargs and engine_kwargs[key] != value:
+            raise ValueError(f"engine_kwargs sets {key}={engine_kwargs[key]!r}, but the plan says {value!r}; leave the key out")
+    one_device = engine_kwargs.get("num_gpus") in (None, 1)
+    defaults = {
+        "enforce_eager": not torch.cuda.is_available(),
+        "distributed_executor_backend": "uni" if one_device else "mp",
+    }
+    chosen = {} if executor is None else {"distributed_executor_backend": executor}
+    return {**defaults, **engine_kwargs, **chosen, **ours}
+
+
+def make_sample(request: RolloutRequest, output: Any, version: int) -> RolloutSample:
+    """The engine's output of one request as a sample. Raises :class:`RolloutError` if it holds none."""
+    if output is None or not output.images:
+        aborted = output is not None and output.outputs and output.outputs[0].finish_reason == "abort"
+        raise RolloutError(request.request_id, "aborted" if aborted else "the engine returned no image")
+    media = output.images[0]
+    metadata = output.multimodal_output.get("metadata", {})
+    rl = metadata.get("rl", {})
+    latent = request.output_type == "latent"
+    return RolloutSample(
+        request_id=request.request_id,
+        images=None if latent else media,
+        latents=media if latent else None,
+        trajectory_latents=output.trajectory_latents,
+        trajectory_log_probs=output.trajectory_log_probs,
+        trajectory_timesteps=output.trajectory_timesteps,
+        prompt_embeddings=metadata.get("prompt_embeddings", {}),
+        sde_windows=[(start, stop) for start, stop in rl.get("sde_window", [])],
+        seed=rl.get("seed", request.seed),
+        policy_version=version,
+        peak_memory_mb=output.peak_memory_mb,
+    )
+
+
+def _check_acknowledged(call: str, acknowledgements: Iterable[Any]) -> None:
+    for ack in acknowledgements:
+        if ack.status != "SUCCESS":
+            raise RolloutError(None, f"{call} failed: {ack.error_msg}")
+
+
+@contextmanager
+def _spawn_start_method() -> Iterator[None]:
+    """Worker processes must be spawned; the engine would make that the default of this process for good."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+@asynccontextmanager
+async def _in_thread(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
+    """A context manager that writes files, entered and left off the event loop."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)

@@ -1,0 +1,326 @@
+"""Which batching mode a rollout runs in, and why. A pure function of the configuration, the adapter and a profile.
+
+1. ``batching_mode`` step_wise, request_level or serial: that mode. The adapter must support it, and
+   ``step_execution`` and ``max_num_seqs`` must not say otherwise: serial is a cap of 1, ``step_execution=true`` is
+   step-wise, and ``false`` under ``engine_kwargs.vllm_omni`` is not (``rollout.step_execution=false`` is the default
+   and asks for nothing).
+2. ``batching_mode`` auto: of the modes that the adapter supports (and that an explicit ``step_execution`` leaves),
+   the one that a matching profile shows to be fastest. Modes within `TIE` of the fastest are tied. Tied, or not all
+   measured at this cap: step-wise before request-level before serial.
+3. ``batching_mode`` null: ``step_execution=true`` is step-wise; otherwise a cap above 1 is request-level, and a cap
+   of 1 or none is serial. Where request-level is meant, an adapter with neither batching mode runs serially, with a
+   note; one that batches only step-wise is an error, because what would batch it is one override away.
+
+The cap is ``max_num_seqs``, in ``rollout`` or in ``engine_kwargs.vllm_omni`` (two values: error). Unset, it is the
+smallest that a matching profile shows within `TIE` of the mode's plateau, else `DEFAULT_MAX_NUM_SEQS`. Serial has cap
+1.
+
+A profile matches if model, size, steps, CFG, dtype and device are those of the run. One that does not is not used,
+and the reason says so. What can't be is a :class:`PlanError`: what was asked, why it can't be, what to write instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
+
+DEFAULT_MAX_NUM_SEQS = 16
+"""Batching saturates near 8 rows at 512x512; twice that leaves room for smaller images."""
+TIE = 0.03
+"""Run-to-run noise of the measurements: what lies within it is no difference."""
+STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
+"""The methods that make an adapter step-wise."""
+
+ROLLOUT = DiffusionRolloutConfig.KEY
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm_omni"
+
+
+class PlanError(ConfigError):
+    """What was asked can't be planned. `overrides` lead out of it, and are part of the message."""
+
+    def __init__(self, problem: str, overrides: Iterable[str]) -> None:
+        self.overrides = tuple(overrides)
+        self.problem = problem
+        super().__init__(f"{problem}; write {' '.join(self.overrides)}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem, self.overrides)
+
+
+class RolloutMode(StrEnum):
+    """What is batched."""
+
+    STEP_WISE = "step_wise"
+    """One denoising step of many requests, which join and leave between steps."""
+    REQUEST_LEVEL = "request_level"
+    """Whole requests."""
+    SERIAL = "serial"
+    """Nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterCapabilities:
+    """What an adapter class can do, read off it."""
+
+    name: str
+    """Class name, for messages."""
+    request_batch: bool
+    """``forward`` takes a batch of requests."""
+    missing_step_methods: tuple[str, ...]
+    """What it lacks for step-wise batching; empty if it lacks nothing."""
+
+    @property
+    def step_wise(self) -> bool:
+        """Whether it can be driven step by step."""
+        return not self.missing_step_methods
+
+    @property
+    def modes(self) -> tuple[RolloutMode, ...]:
+        """The modes it supports, the preferred one first."""
+        batching = ((RolloutMode.STEP_WISE, self.step_wise), (RolloutMode.REQUEST_LEVEL, self.request_batch))
+        return (*(mode for mode, supported in batching if supported), RolloutMode.SERIAL)
+
+    @classmethod
+    def of(cls, adapter: type) -> AdapterCapabilities:
+        """Read them off the class; nothing is instantiated."""
+        missing = tuple(name for name in STEP_METHODS if not callable(getattr(adapter, name, None)))
+        if not getattr(adapter, "supports_step_execution", False):
+            missing = (*missing, "supports_step_execution = True")
+        return cls(
+            name=adapter.__name__,
+            request_batch=bool(getattr(adapter, "supports_request_batch", False)),
+            missing_step_methods=missing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """How the engine is to be started. It starts with exactly this."""
+
+    mode: RolloutMode
+    """What is batched."""
+    max_num_seqs: int
+    """Requests in a batch at most; 1 in serial mode."""
+    request_batch_max_wait_ms: float
+    """How long a request-level batch waits for more requests, in ms, when nothing runs."""
+    rows_per_forward: int | None
+    """Rows in one transformer forward at most; None: as many as are in flight."""
+    reason: str
+    """Why this mode and this cap."""
+    notes: tuple[str, ...] = ()
+    """What the user should know beside the reason; to be logged as warnings."""
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """The engine's switches."""
+        return {
+            "step_execution": self.mode is RolloutMode.STEP_WISE,
+            "max_num_seqs": self.max_num_seqs,
+            "request_batch_max_wait_ms": self.request_batch_max_wait_ms,
+        }
+
+    def log_line(self) -> str:
+        """Mode, cap and reason in one line."""
+        return f"rollout plan: mode={self.mode.value} max_num_seqs={self.max_num_seqs} ({self.reason})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the configuration asks for, and where it stands."""
+
+    batching_mode: str | None
+    caps: dict[str, int]
+    """Key → cap, equal ones only."""
+    steps: dict[str, bool]
+    """Key → step_execution, equal ones only; ``rollout.step_execution=false`` asks for nothing."""
+    wait_ms: float
+    rows: int | None
+
+    @classmethod
+    def read(cls, rollout: DiffusionRolloutConfig) -> _Asked:
+        engine = rollout.vllm_omni
+        caps = {f"{ROLLOUT}.max_num_seqs": rollout.max_num_seqs, f"{ENGINE}.max_num_seqs": engine.get("max_num_seqs")}
+        steps = {
+            f"{ROLLOUT}.step_execution": rollout.step_execution or None,
+            f"{ENGINE}.step_execution": engine.get("step_execution"),
+        }
+        return cls(
+            batching_mode=rollout.batching_mode,
+            caps=_agreeing(caps),
+            steps=_agreeing(steps),
+            wait_ms=engine.get("request_batch_max_wait_ms", 0.0),
+            rows=engine.get("rows_per_forward"),
+        )
+
+    @property
+    def cap(self) -> int | None:
+        return next(iter(self.caps.values()), None)
+
+    @property
+    def step(self) -> bool | None:
+        return next(iter(self.steps.values()), None)
+
+    def overrides_to(self, mode: RolloutMode) -> Iterable[str]:
+        """What to write to get `mode`."""
+        yield f"{ROLLOUT}.batching_mode={mode.value}"
+        for key, step in self.steps.items():
+            if step != (mode is RolloutMode.STEP_WISE):
+                yield f"{key}={'null' if key.startswith(ENGINE) else 'false'}"
+        for key, cap in self.caps.items():
+            if mode is RolloutMode.SERIAL and cap > 1:
+                yield f"{key}=1"
+
+
+def _agreeing(places: dict[str, Any]) -> dict[str, Any]:
+    """Those places that ask for something. Raises if they ask for different things."""
+    asked = {key: value for key, value in places.items() if value is not None}
+    if len(set(asked.values())) > 1:
+        both = " and ".join(f"{key}={_written(value)}" for key, value in asked.items())
+        raise PlanError(f"{both} contradict each other", [f"{list(asked)[-1]}=null"])
+    return asked
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def resolve_plan(
+    rollout: DiffusionRolloutConfig,
+    capabilities: AdapterCapabilities,
+    profile: RolloutProfile | None = None,
+    log_prob_micro_batch: int | None = None,
+    *,
+    key: ProfileKey | None = None,
+) -> RolloutPlan:
+    """Decide by the rule at the head of this module.
+
+    `log_prob_micro_batch` is the row count of the trainer's log-prob forward (None: the configured one). `key` tells
+    what the run is, to be compared with the profile's; without it, the profile's model and device are taken on trust.
+
+    Raises :class:`PlanError`.
+    """
+    asked = _Asked.read(rollout)
+    stale = ""
+    if profile is not None:
+        key = key or ProfileKey.of(rollout, model=profile.key.model, device=profile.key.device)
+        if differences := profile.differences(key):
+            stale, profile = f"; the profile is stale and not used ({', '.join(differences)})", None
+    mode, reason = _mode(asked, capabilities, profile)
+    cap, cap_reason = _cap(asked, mode, profile)
+    concerned = asked.batching_mode == "auto" or (mode is not RolloutMode.SERIAL and asked.cap is None)
+    micro = log_prob_micro_batch or rollout.log_prob_micro_batch_size_per_gpu
+    return RolloutPlan(
+        mode=mode,
+        max_num_seqs=cap,
+        request_batch_max_wait_ms=asked.wait_ms,
+        rows_per_forward=asked.rows,
+        reason=reason + cap_reason + (stale if concerned else ""),
+        notes=tuple(_notes(asked, mode, cap, reason, rollout.dtype, micro)),
+    )
+
+
+def _mode(asked: _Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+    if asked.batching_mode == "auto":
+        return _auto(asked, capabilities, profile)
+    if asked.batching_mode is not None:
+        mode = RolloutMode(asked.batching_mode)
+        _check_agreement(asked, mode)
+        _check_support(asked, mode, f"{ROLLOUT}.batching_mode={mode.value}", capabilities)
+        return mode, f"batching_mode={mode.value}"
+    if asked.step:
+        _check_support(asked, RolloutMode.STEP_WISE, "step_execution=true", capabilities)
+        return RolloutMode.STEP_WISE, "step_execution=true"
+    if asked.cap is None or asked.cap == 1:
+        return RolloutMode.SERIAL, "neither step_execution nor a max_num_seqs above 1 is set"
+    if capabilities.request_batch:
+        return RolloutMode.REQUEST_LEVEL, f"max_num_seqs={asked.cap} without step_execution"
+    if capabilities.step_wise:
+        raise PlanError(
+            f"max_num_seqs={asked.cap} without step_execution asks for request-level batching; {capabilities.name} "
+            f"does not set supports_request_batch = True, but it batches step-wise",
+            asked.overrides_to(RolloutMode.STEP_WISE),
+        )
+    return RolloutMode.SERIAL, f"{capabilities.name} supports neither step-wise nor request-level batching"
+
+
+def _check_agreement(asked: _Asked, mode: RolloutMode) -> None:
+    """Raise if `step_execution` or the cap contradict an explicit `batching_mode`."""
+    wanted = f"{ROLLOUT}.batching_mode={mode.value}"
+    for key, step in asked.steps.items():
+        if step != (mode is RolloutMode.STEP_WISE):
+            raise PlanError(f"{wanted} and {key}={_written(step)} contradict each other", asked.overrides_to(mode))
+    for key, cap in asked.caps.items():
+        if mode is RolloutMode.SERIAL and cap > 1:
+            problem = f"{wanted} and {key}={cap} contradict each other: serial runs one request at a time"
+            raise PlanError(problem, asked.overrides_to(mode))
+
+
+def _check_support(asked: _Asked, mode: RolloutMode, wanted: str, capabilities: AdapterCapabilities) -> None:
+    """Raise if the adapter lacks `mode`."""
+    if mode in capabilities.modes:
+        return
+    lack = "does not set supports_request_batch = True"
+    if mode is RolloutMode.STEP_WISE:
+        lack = f"lacks {', '.join(capabilities.missing_step_methods)}"
+    raise PlanError(f"{wanted} can't be: {capabilities.name} {lack}", asked.overrides_to(capabilities.modes[0]))
+
+
+def _auto(asked: _Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+    modes = capabilities.modes
+    if asked.step:
+        _check_support(asked, RolloutMode.STEP_WISE, "step_execution=true", capabilities)
+        return RolloutMode.STEP_WISE, "auto, and step_execution=true"
+    if asked.step is False:
+        modes = tuple(mode for mode in modes if mode is not RolloutMode.STEP_WISE)
+    if modes == (RolloutMode.SERIAL,):
+        left = "" if asked.step is None else " that step_execution=false leaves"
+        return RolloutMode.SERIAL, f"auto: {capabilities.name} supports no batching mode{left}"
+    rates = {mode: rate for mode in modes if (rate := _rate(profile, mode, asked.cap)) is not None}
+    if any(mode not in rates for mode in modes if mode is not RolloutMode.SERIAL):
+        where = "" if profile is None or asked.cap is None else f" at max_num_seqs={asked.cap}"
+        return modes[0], f"auto: not measured{where}, {modes[0].value} is preferred"
+    best = max(rates.values())
+    tied = [mode for mode in modes if rates.get(mode, 0.0) >= (1 - TIE) * best]
+    measured = ", ".join(f"{mode.value} {rate:.4g} images/s" for mode, rate in rates.items())
+    verdict = f"tied within {TIE:.0%}, {tied[0].value} is preferred" if len(tied) > 1 else f"{tied[0].value} is fastest"
+    return tied[0], f"auto: measured {measured}: {verdict}"
+
+
+def _rate(profile: RolloutProfile | None, mode: RolloutMode, cap: int | None) -> float | None:
+    """Measured images a second of `mode` at `cap` (None: at its best cap), or None."""
+    rates = profile.rates(mode.value) if profile is not None else {}
+    if not rates:
+        return None
+    return rates.get(cap) if cap is not None and mode is not RolloutMode.SERIAL else max(rates.values())
+
+
+def _cap(asked: _Asked, mode: RolloutMode, profile: RolloutProfile | None) -> tuple[int, str]:
+    if mode is RolloutMode.SERIAL:
+        return 1, ""
+    if asked.cap is not None:
+        return asked.cap, ""
+    rates = profile.rates(mode.value) if profile is not None else {}
+    if not rates:
+        return DEFAULT_MAX_NUM_SEQS, f"; max_num_seqs is unset, {DEFAULT_MAX_NUM_SEQS} is the default"
+    cap = min(cap for cap, rate in rates.items() if rate >= (1 - TIE) * max(rates.values()))
+    return cap, f"; max_num_seqs is unset, {cap} is the smallest measured within {TIE:.0%} of the plateau"
+
+
+def _notes(asked: _Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, micro: int | None) -> Iterable[str]:
+    if mode is RolloutMode.SERIAL and (asked.cap or 1) > 1:
+        yield f"max_num_seqs={asked.cap} is not used, requests run one at a time: {reason}"
+    if mode is not RolloutMode.SERIAL and cap == 1:
+        yield f"max_num_seqs=1 batches nothing; write a higher {ROLLOUT}.max_num_seqs"
+    if asked.wait_ms > 0 and mode is not RolloutMode.REQUEST_LEVEL:
+        yield f"request_batch_max_wait_ms={asked.wait_ms:g} has no effect: only request-level batches wait"
+    rows = min(asked.rows or cap, cap)
+    if micro is not None and rows != micro and dtype != "float32":
+        yield (
+            f"the rollout runs {rows} rows a forward, the trainer's log-prob {micro}: {dtype} kernels round otherwise "
+            "at other batch shapes, and a clip ratio can be as small as 1e-5; check the first step's ratio, or write "
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={rows}"
+        )

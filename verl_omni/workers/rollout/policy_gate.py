@@ -1,0 +1,69 @@
+"""Keeps trajectories and policy changes apart: a trajectory has one policy.
+
+Many trajectories run at a time, or one change does. A change waits until those in flight have finished; while it waits or
+runs, new trajectories wait too, so a steady stream of them can't hold it off. Changes run in the order they came. The
+version counts the changes that succeeded; a failed one leaves it, as it leaves the policy. Pure: no engine, no clock;
+everything happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class PolicyGate:
+    """A readers-writer gate, fair to the writer, with a version number."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        """Number of policy changes that have succeeded."""
+        self._running = 0
+        self._changes: deque[object] = deque()
+        self._waiting: list[asyncio.Future[None]] = []
+
+    @property
+    def running(self) -> int:
+        """Trajectories in flight."""
+        return self._running
+
+    @asynccontextmanager
+    async def trajectory(self) -> AsyncIterator[int]:
+        """Enter as one trajectory; gives the version of the policy that makes it."""
+        while self._changes:
+            await self._next_event()
+        self._running += 1
+        try:
+            yield self.version
+        finally:
+            self._running -= 1
+            self._notify()
+
+    @asynccontextmanager
+    async def change(self, *, counts: bool = True) -> AsyncIterator[None]:
+        """Enter alone. The version rises at the end if the body raised nothing and `counts`."""
+        ticket = object()
+        self._changes.append(ticket)
+        try:
+            while self._running or self._changes[0] is not ticket:
+                await self._next_event()
+            yield
+            self.version += counts
+        finally:
+            self._changes.remove(ticket)
+            self._notify()
+
+    async def _next_event(self) -> None:
+        event = asyncio.get_running_loop().create_future()
+        self._waiting.append(event)
+        await event
+
+    def _notify(self) -> None:
+        if self._running and self._changes:
+            return  # nobody may enter yet
+        waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            if not event.done():
+                event.set_result(None)

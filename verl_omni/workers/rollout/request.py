@@ -1,0 +1,133 @@
+"""What goes into a rollout and what comes out: one request, one sample or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TokenIds: TypeAlias = "Sequence[int] | Tensor"
+"""A list, a 1-D tensor or a [1, L] tensor of token ids, or of a mask over them."""
+
+_PROMPT, _SAMPLING, _EXTRA = ({"to": where} for where in ("prompt", "sampling", "extra_args"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRequest:
+    """One prompt and its sampling knobs. None means the adapter's default.
+
+    Values are not checked here: the adapter checks them, so that a bad one ends its own request and no other.
+    """
+
+    request_id: str
+    """Unique among the requests in flight."""
+    prompt: str | None = field(default=None, metadata=_PROMPT)
+    """Text; not needed beside token ids."""
+    prompt_token_ids: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the first text encoder."""
+    prompt_token_ids_2: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the second text encoder (SD3)."""
+    prompt_token_ids_3: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the third text encoder (SD3)."""
+    prompt_mask: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """1 for the valid ones of `prompt_token_ids`; None: all are."""
+    prompt_mask_2: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """The same for `prompt_token_ids_2`."""
+    prompt_mask_3: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """The same for `prompt_token_ids_3`."""
+    negative_prompt: str | None = field(default=None, metadata=_PROMPT)
+    """Text to steer away from; guidance needs a negative prompt in one form or the other."""
+    negative_prompt_token_ids: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the negative prompt, first text encoder."""
+    negative_prompt_token_ids_2: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the negative prompt, second text encoder."""
+    negative_prompt_token_ids_3: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """Token ids of the negative prompt, third text encoder."""
+    negative_prompt_mask: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """1 for the valid ones of `negative_prompt_token_ids`; None: all are."""
+    negative_prompt_mask_2: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """The same for `negative_prompt_token_ids_2`."""
+    negative_prompt_mask_3: TokenIds | None = field(default=None, metadata=_PROMPT)
+    """The same for `negative_prompt_token_ids_3`."""
+    height: int | None = field(default=None, metadata=_SAMPLING)
+    """Pixels."""
+    width: int | None = field(default=None, metadata=_SAMPLING)
+    """Pixels."""
+    num_inference_steps: int | None = field(default=None, metadata=_SAMPLING)
+    """Denoising steps T."""
+    true_cfg_scale: float | None = field(default=None, metadata=_SAMPLING)
+    """Guidance of models with true CFG (Qwen-Image)."""
+    guidance_scale: float | None = field(default=None, metadata=_SAMPLING)
+    """Guidance of the others (SD3)."""
+    seed: int | None = field(default=None, metadata=_SAMPLING)
+    """Seed of the request's rows; None draws one."""
+    num_outputs_per_prompt: int = field(default=1, metadata=_SAMPLING)
+    """Images n of this request."""
+    max_sequence_length: int | None = field(default=None, metadata=_SAMPLING)
+    """Longest prompt, in tokens."""
+    output_type: str | None = field(default=None, metadata=_SAMPLING)
+    """"pt": pixels; "latent": final latents, not decoded."""
+    noise_level: float | None = field(default=None, metadata=_EXTRA)
+    """Strength a of the stochastic steps; 0 makes them deterministic."""
+    sde_type: str | None = field(default=None, metadata=_EXTRA)
+    """"sde", "cps" or "dance_sde"."""
+    sde_window_size: int | None = field(default=None, metadata=_EXTRA)
+    """Number W of stochastic steps; None: all but the last."""
+    sde_window_range: tuple[int, int] | None = field(default=None, metadata=_EXTRA)
+    """[lo, hi): where the window may lie."""
+    logprobs: bool = field(default=True, metadata=_EXTRA)
+    """Record the trajectory and its log-probs."""
+
+    def to_engine(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The engine's prompt and keyword arguments of its sampling parameters; what is None is left out."""
+        groups: dict[str, dict[str, Any]] = {"prompt": {}, "sampling": {}, "extra_args": {}}
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            if value is not None and "to" in knob.metadata:
+                groups[knob.metadata["to"]][knob.name] = value
+        return groups["prompt"], {**groups["sampling"], "extra_args": groups["extra_args"]}
+
+
+@dataclass(kw_only=True)
+class RolloutSample:
+    """What one request produced. n images; W recorded stochastic steps; tensors are on the host and own their storage."""
+
+    request_id: str
+    """Id of the request."""
+    images: Tensor | None
+    """uint8 [n, 3, H, W]; None if latents were asked for."""
+    latents: Tensor | None
+    """float32 [n, ...], the final latents; None unless asked for."""
+    trajectory_latents: Tensor | None
+    """float32 [n, W+1, ...]; None if nothing was recorded, as are the next two."""
+    trajectory_log_probs: Tensor | None
+    """float32 [n, W]."""
+    trajectory_timesteps: Tensor | None
+    """float32 [n, W], from 0 to 1000."""
+    prompt_embeddings: Mapping[str, Tensor]
+    """Unpadded text embeddings by name, e.g. `prompt_embeds` [L, D]."""
+    sde_windows: list[tuple[int, int]]
+    """[start, stop) of the stochastic steps, one a row."""
+    seed: int | None
+    """The seed that was used."""
+    policy_version: int
+    """Version of the policy that made the sample."""
+    peak_memory_mb: float
+    """Peak device memory while the request ran, MiB; 0 on CPU."""
+
+
+class RolloutError(RuntimeError):
+    """A request, or a call on the engine, failed."""
+
+    def __init__(self, request_id: str | None, message: str) -> None:
+        super().__init__(message if request_id is None else f"request {request_id!r}: {message}")
+        self.request_id = request_id
+        """Id of the request; None if the call was about none."""
+        self.message = message
+        """What was wrong, without the id."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.request_id, self.message)

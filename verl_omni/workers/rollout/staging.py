@@ -1,0 +1,82 @@
+"""Hands a policy to the engine's workers as files in shared memory: they may live in other processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARED_MEMORY = "/dev/shm"
+_LORA_CONFIG, _LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_UNSUPPORTED = ("rank_pattern", "alpha_pattern")
+"""PEFT options that the engine ignores, which would scale some modules wrongly."""
+
+
+@contextmanager
+def staging_folder(size: int) -> Iterator[Path]:
+    """A folder with room for `size` bytes, in shared memory if that has it, and gone afterwards."""
+    roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > size
+    with tempfile.TemporaryDirectory(prefix="verl_omni_", dir=SHARED_MEMORY if roomy else None) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+    """The tensors as one safetensors file."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in dict(named_tensors).items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # the file format refuses tied weights and views
+        storages.add(storage.data_ptr())
+        tensors[name] = tensor
+    with staging_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+        path = folder / "weights.safetensors"
+        save_file(tensors, path)
+        yield path
+
+
+@contextmanager
+def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
+    """A copy of a PEFT adapter folder with its modules under the engine's names.
+
+    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `path` holds no adapter, or one
+    with options that the engine would ignore.
+    """
+    from safetensors.torch import load_file, save_file
+
+    source = Path(path)
+    for name in (_LORA_CONFIG, _LORA_WEIGHTS):
+        if not (source / name).is_file():
+            raise ValueError(f"{source} has no {name}; save the adapter with PEFT's save_pretrained(…)")
+    config = json.loads((source / _LORA_CONFIG).read_text())
+    if ignored := [option for option in _UNSUPPORTED if config.get(option)]:
+        raise ValueError(f"{source} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha")
+    tensors = {engine_name(key, key_map): tensor for key, tensor in load_file(source / _LORA_WEIGHTS).items()}
+    # The engine wraps what the config names; by the tensors it can't miss one, whatever pattern the trainer wrote.
+    config["target_modules"] = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
+    with staging_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+        save_file(tensors, folder / _LORA_WEIGHTS)
+        (folder / _LORA_CONFIG).write_text(json.dumps(config))
+        yield folder
+
+
+def engine_name(key: str, key_map: Mapping[str, str]) -> str:
+    """The LoRA tensor name `key` with the trailing part of its module name mapped."""
+    module, marker, rest = key.partition(".lora_")
+    for theirs, ours in key_map.items():
+        if module == theirs or module.endswith(f".{theirs}"):
+            return module.removesuffix(theirs) + ours + marker + rest
+    return key

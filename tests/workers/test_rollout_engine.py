@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_omni.workers.rollout.engine import RolloutEngine, engine_arguments
+from verl_omni.workers.rollout.engine import RolloutEngine
+from verl_omni.workers.rollout.launch import engine_arguments
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 

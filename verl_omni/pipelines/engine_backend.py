@@ -1,8 +1,8 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
-Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter of ours
-(a subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in four things; any other pipeline keeps the
-stock behaviour.
+Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in four things; any other pipeline is treated as
+by the stock engine.
 
 * **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more; a head of the queue
   whose key differs blocks all behind it. Our adapters read every knob per request, so only what one tensor can't mix is
@@ -16,9 +16,9 @@ stock behaviour.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode
@@ -152,13 +152,16 @@ class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
 class RolloutDiffusionEngine(DiffusionEngine):
     """The stock engine with the schedulers and hooks of this module."""
 
+    if TYPE_CHECKING:
+        pre_process_func: Callable[..., Any] | None
+        post_process_func: Callable[..., Any] | None
+
     def _init_process_hooks(self, od_config: Any) -> None:
         super()._init_process_hooks(od_config)
         self._rollout = is_rollout_adapter(od_config)
         if self._rollout:
             self.pre_process_func = None
-            if self.post_process_func is not None:
-                self.post_process_func = wrap_rollout_postprocessor(self.post_process_func)
+            self.post_process_func = wrap_rollout_postprocessor(self.post_process_func)
 
     def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
         if scheduler is None and self._rollout:

@@ -1,8 +1,8 @@
 """What the rollout worker adds to the engine's: statistics, checked LoRA loading, whole-policy weight loading.
 
 Both ways of changing the policy are checked before anything changes, because the engine does not: Qwen-Image's loader
-skips a weight it does not know, a LoRA module that exists nowhere in the model is accepted when its last name is known, and
-one that is too narrow is bound in part. All of these end as the old policy, or half of the new one, under a new name.
+skips a weight it does not know, a LoRA module that exists nowhere in the model is accepted when its last name is known,
+and one that is too narrow is bound in part. All end as the old policy, or half of the new one, under a new name.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def load_weights_file(self, path: str) -> int:
         """Replace all weights of the transformer by those of a safetensors file; returns how many tensors were loaded.
 
-        Names are those of the diffusers checkpoint after ``transformer.``. Names and shapes are checked in a dry run first:
-        ValueError names the first unknown, missing or misshapen one, and nothing has changed then.
+        Names are those of the diffusers checkpoint after ``transformer.``. Names and shapes are checked in a dry run
+        first: ValueError names the first unknown, missing or misshapen one, and nothing has changed then.
         """
         pipeline = self.model_runner.pipeline
         with safe_open(path, framework="pt") as file, without_lora_wrappers(pipeline, self.lora_manager):
@@ -92,7 +92,7 @@ def lora_layers(pipeline: Any, manager: DiffusionLoRAManager) -> dict[str, tuple
 
 
 def check_lora(path: str, layers: Mapping[str, tuple[int, int]]) -> None:
-    """Raises ValueError naming the modules of the adapter at `path` that the model lacks, or the first that does not fit."""
+    """Raises ValueError naming modules of the LoRA at `path` that the model lacks, or the first that does not fit."""
     shapes: dict[str, dict[str, list[int]]] = {}
     with safe_open(os.path.join(path, "adapter_model.safetensors"), framework="pt") as file:
         for key in file.keys():  # noqa: SIM118 (not a mapping)
@@ -105,7 +105,9 @@ def check_lora(path: str, layers: Mapping[str, tuple[int, int]]) -> None:
         width_in, width_out = layers[module]
         rank = halves.get("A.weight", [0])[0]
         if halves != {"A.weight": [rank, width_in], "B.weight": [width_out, rank]}:
-            raise ValueError(f"LoRA module {module} has {halves}, which does not fit a layer from {width_in} to {width_out}")
+            raise ValueError(
+                f"LoRA module {module} has {halves}, which does not fit a layer from {width_in} to {width_out}"
+            )
 
 
 @contextmanager
@@ -160,9 +162,13 @@ def check_weights(pipeline: Any, shapes: dict[str, list[int]]) -> None:
 
 
 @contextmanager
-def _without_storage(module: nn.Module, watch: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def _without_storage(
+    module: nn.Module, watch: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Stand-ins on the meta device for all parameters and buffers of `module`, with watched weight loaders."""
-    stores = [(name, part, store) for name, part in module.named_modules() for store in (part._parameters, part._buffers)]
+    stores = [
+        (name, part, store) for name, part in module.named_modules() for store in (part._parameters, part._buffers)
+    ]
     kept = [(store, dict(store)) for _, _, store in stores]
     try:
         for name, _, store in stores:

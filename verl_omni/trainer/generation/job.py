@@ -60,7 +60,7 @@ class GenerationJob:
             import_external_lib(rollout.external_lib)
         adapter, capabilities = _adapter(architecture, model.algorithm)
         check_engine_values(rollout.engine_options())
-        key = profile and _profile_key(rollout, model.path, requests)
+        key = _profile_key(rollout, model.path, requests) if profile is not None else None
         plan = resolve_plan(rollout, capabilities, profile, key=key)
         for note in (*plan.notes, *_guidance_notes(rollout, requests)):
             logger.warning(note)

@@ -76,11 +76,11 @@ def nearest(key: str, known: Collection[str], cutoff: float = NEAR) -> str | Non
 
 def unknown_key(key: str, known: Collection[str]) -> str:
     """The message about a (dotted) key that is not one of `known`: the nearest, or all that may stand in its place."""
-    near = nearest(key, known)
-    if near is not None:
-        return f"{key} is not a known key; did you mean {near}?"
     prefix = key[: key.rfind(".") + 1]
     places = {name.removeprefix(prefix).split(".")[0] for name in known if name.startswith(prefix)}
+    near = nearest(key, known) or nearest(key, {prefix + place for place in places})
+    if near is not None:
+        return f"{key} is not a known key; did you mean {near}?"
     return f"{key} is not a known key; known: {', '.join(sorted(places))}"
 
 

@@ -1,8 +1,8 @@
 """From a plan to a running engine, and what a trainer does with it.
 
 One engine serves one policy at a time. Changes of the policy (LoRA, weights, sleep) wait for the trajectories in flight
-and hold new ones back meanwhile; every sample carries the version of the policy that made it. A request that fails ends as
-a :class:`RolloutError` and takes nothing else with it.
+and hold new ones back meanwhile; every sample carries the version of the policy that made it. A request that fails ends
+as a :class:`RolloutError` and takes nothing else with it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import multiprocessing
 import uuid
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
-from verl_omni.workers.rollout.staging import staged_lora, staged_weights
+from verl_omni.workers.rollout.staging import in_thread, staged_lora, staged_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
-WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
 CLOSE_GRACE_S = 10.0
 """How long `close` waits for the engine to acknowledge aborts: it does so within one step or wave, a dead one never."""
 _SLEEP_LEVEL = 1
@@ -84,19 +82,21 @@ class RolloutEngine:
 
         Raises ValueError if `engine_kwargs` contradict the plan; whatever the engine raises if it does not come up.
         """
-        arguments = engine_arguments(plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {})
+        arguments = engine_arguments(
+            plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {}
+        )
         if lora_key_map is None:
             module, _, name = adapter.rpartition(".")
             lora_key_map = getattr(getattr(import_module(module), name), "lora_key_map", {})
-        from vllm_omni.entrypoints.async_omni import AsyncOmni
-
         logger.info(plan.log_line())
-        spawning = arguments["distributed_executor_backend"] == "mp"
-        context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
-        with context:
-            omni = await asyncio.to_thread(AsyncOmni, model=str(model_path), **arguments)
-        engine = cls(omni, lora_key_map)
-        await engine.stats(reset=True)  # forget the engine's warm-up request
+        for note in plan.notes:
+            logger.warning(note)
+        engine = cls(await asyncio.to_thread(launch, str(model_path), arguments), lora_key_map)
+        try:
+            await engine.stats(reset=True)  # forget the engine's warm-up request
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
     @property
@@ -109,9 +109,9 @@ class RolloutEngine:
         return await self._fly(request, None)
 
     async def generate_all(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutSample | RolloutError]:
-        """Submit all at once, so that they batch from the first step; yields each as it finishes, failed ones as errors.
+        """Submit all at once, so that they batch from the first step; yields each as it finishes.
 
-        Leaving the loop early aborts the rest.
+        A failed one is yielded as its error. Leaving the loop early aborts the rest.
         """
         fresh = {request.request_id for request in requests} - self._flights.keys()
         burst = (uuid.uuid4().hex, len(fresh))
@@ -132,14 +132,14 @@ class RolloutEngine:
     async def load_lora(self, path: str | Path, *, scale: float = 1.0) -> None:
         """Make the PEFT adapter folder `path` part of the policy, in place of the one before.
 
-        Raises ValueError if it is no usable adapter, :class:`RolloutError` if the engine refuses it; the old policy serves
-        on then. To go back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
+        Raises ValueError if it is no usable adapter, :class:`RolloutError` if the engine refuses it; the old policy
+        serves on then. To go back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
         """
         if not math.isfinite(scale) or abs(scale) < 1e-3:
             raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
         from vllm.lora.request import LoRARequest
 
-        async with _in_thread(staged_lora(path, self._lora_key_map)) as folder, self._change():
+        async with in_thread(staged_lora(path, self._lora_key_map)) as folder, self._change():
             self._loras_loaded += 1
             lora = LoRARequest(f"policy-{self._loras_loaded}", self._loras_loaded, str(folder))
             await self._rpc("load_lora", lora)
@@ -156,11 +156,14 @@ class RolloutEngine:
         Names are those of the diffusers checkpoint after ``transformer.``. A loaded LoRA stays on top. Raises
         :class:`RolloutError` naming the first unknown, missing or misshapen weight; the old policy serves on then.
         """
-        async with _in_thread(staged_weights(named_tensors)) as path, self._change():
+        async with in_thread(staged_weights(named_tensors)) as path, self._change():
             return int(await self._rpc("load_weights_file", str(path)))
 
     async def sleep(self) -> None:
-        """Give the device memory of the weights back (kept on the host). Requests fail until :meth:`wake_up`."""
+        """Give the device memory of the weights back (kept on the host). Requests fail until :meth:`wake_up`.
+
+        Raises :class:`RolloutError` if a worker could not; call :meth:`wake_up` then too.
+        """
         async with self._gate.change(counts=False):
             self._check_open()
             if not self._asleep:
@@ -234,7 +237,7 @@ class RolloutEngine:
             self._check_open(request.request_id)
             self._check_awake(request.request_id)
             try:
-                return make_sample(request, await self._run(request, burst), version)
+                return RolloutSample.read(request, await self._run(request, burst), version)
             except RolloutError:
                 raise
             except Exception as error:
@@ -250,10 +253,11 @@ class RolloutEngine:
         sampling = OmniDiffusionSamplingParams(**knobs, lora_request=self._lora, lora_scale=self._lora_scale)
         if burst is not None:
             sampling.extra_args["rollout_burst"] = burst
-        output = None
-        async for output in self._omni.generate(prompt, sampling_params_list=[sampling], request_id=request.request_id):
-            pass
-        return output
+        outputs = self._omni.generate(prompt, sampling_params_list=[sampling], request_id=request.request_id)
+        results = [output async for output in outputs]
+        if not results:
+            raise RolloutError(request.request_id, "the engine returned nothing")
+        return results[-1]
 
     async def _end(self, flights: Sequence[_Flight], reason: str, timeout: float | None = None) -> None:
         for flight in flights:
@@ -303,77 +307,7 @@ class RolloutEngine:
             raise RolloutError(request_id, "the engine is asleep; call wake_up() first")
 
 
-def engine_arguments(
-    plan: RolloutPlan, *, adapter: str, dtype: str, executor: str | None, engine_kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Keyword arguments of the engine. Raises ValueError where `engine_kwargs` contradict the plan."""
-    import torch
-
-    ours = {
-        **plan.engine_kwargs(),
-        "dtype": dtype,
-        "engine_backend": ENGINE_BACKEND,
-        "worker_extension_cls": WORKER_EXTENSION,
-        "custom_pipeline_args": {"pipeline_class": adapter, "rows_per_forward": plan.rows_per_forward},
-    }
-    for key, value in ours.items():
-        if key in engine_kwargs and engine_kwargs[key] != value:
-            raise ValueError(f"engine_kwargs sets {key}={engine_kwargs[key]!r}, but the plan says {value!r}; leave the key out")
-    one_device = engine_kwargs.get("num_gpus") in (None, 1)
-    defaults = {
-        "enforce_eager": not torch.cuda.is_available(),
-        "distributed_executor_backend": "uni" if one_device else "mp",
-    }
-    chosen = {} if executor is None else {"distributed_executor_backend": executor}
-    return {**defaults, **engine_kwargs, **chosen, **ours}
-
-
-def make_sample(request: RolloutRequest, output: Any, version: int) -> RolloutSample:
-    """The engine's output of one request as a sample. Raises :class:`RolloutError` if it holds none."""
-    if output is None or not output.images:
-        aborted = output is not None and output.outputs and output.outputs[0].finish_reason == "abort"
-        raise RolloutError(request.request_id, "aborted" if aborted else "the engine returned no image")
-    media = output.images[0]
-    metadata = output.multimodal_output.get("metadata", {})
-    rl = metadata.get("rl", {})
-    latent = request.output_type == "latent"
-    return RolloutSample(
-        request_id=request.request_id,
-        images=None if latent else media,
-        latents=media if latent else None,
-        trajectory_latents=output.trajectory_latents,
-        trajectory_log_probs=output.trajectory_log_probs,
-        trajectory_timesteps=output.trajectory_timesteps,
-        prompt_embeddings=metadata.get("prompt_embeddings", {}),
-        sde_windows=[(start, stop) for start, stop in rl.get("sde_window", [])],
-        seed=rl.get("seed", request.seed),
-        policy_version=version,
-        peak_memory_mb=output.peak_memory_mb,
-    )
-
-
 def _check_acknowledged(call: str, acknowledgements: Iterable[Any]) -> None:
     for ack in acknowledgements:
         if ack.status != "SUCCESS":
             raise RolloutError(None, f"{call} failed: {ack.error_msg}")
-
-
-@contextmanager
-def _spawn_start_method() -> Iterator[None]:
-    """Worker processes must be spawned; the engine would make that the default of this process for good."""
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method(before, force=True)
-
-
-@asynccontextmanager
-async def _in_thread(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
-    """A context manager that writes files, entered and left off the event loop."""
-    value = await asyncio.to_thread(manager.__enter__)
-    try:
-        yield value
-    finally:
-        await asyncio.to_thread(manager.__exit__, None, None, None)

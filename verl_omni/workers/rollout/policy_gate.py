@@ -1,9 +1,9 @@
 """Keeps trajectories and policy changes apart: a trajectory has one policy.
 
-Many trajectories run at a time, or one change does. A change waits until those in flight have finished; while it waits or
-runs, new trajectories wait too, so a steady stream of them can't hold it off. Changes run in the order they came. The
-version counts the changes that succeeded; a failed one leaves it, as it leaves the policy. Pure: no engine, no clock;
-everything happens on one event loop.
+Many trajectories run at a time, or one change does. A change waits until those in flight have finished; while it waits
+or runs, new trajectories wait too, so a steady stream of them can't hold it off. Changes run in the order they came.
+The version counts the changes that succeeded; a failed one leaves it, as it leaves the policy. Pure: no engine, no
+clock; everything happens on one event loop.
 """
 
 from __future__ import annotations

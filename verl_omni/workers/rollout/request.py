@@ -93,7 +93,7 @@ class RolloutRequest:
 
 @dataclass(kw_only=True)
 class RolloutSample:
-    """What one request produced. n images; W recorded stochastic steps; tensors are on the host and own their storage."""
+    """What one request produced: n images, W recorded stochastic steps. Tensors are on the host, with own storage."""
 
     request_id: str
     """Id of the request."""
@@ -117,6 +117,30 @@ class RolloutSample:
     """Version of the policy that made the sample."""
     peak_memory_mb: float
     """Peak device memory while the request ran, MiB; 0 on CPU."""
+
+    @classmethod
+    def read(cls, request: RolloutRequest, output: Any, policy_version: int) -> RolloutSample:
+        """Take it from the engine's output of `request`. Raises :class:`RolloutError` if that holds none."""
+        if not output.images:
+            aborted = output.outputs and output.outputs[0].finish_reason == "abort"
+            raise RolloutError(request.request_id, "aborted" if aborted else "the engine returned no image")
+        media = output.images[0]
+        metadata = output.multimodal_output.get("metadata", {})
+        rl = metadata.get("rl", {})
+        latent = request.output_type == "latent"
+        return cls(
+            request_id=request.request_id,
+            images=None if latent else media,
+            latents=media if latent else None,
+            trajectory_latents=output.trajectory_latents,
+            trajectory_log_probs=output.trajectory_log_probs,
+            trajectory_timesteps=output.trajectory_timesteps,
+            prompt_embeddings=metadata.get("prompt_embeddings", {}),
+            sde_windows=[(start, stop) for start, stop in rl.get("sde_window", [])],
+            seed=rl.get("seed", request.seed),
+            policy_version=policy_version,
+            peak_memory_mb=output.peak_memory_mb,
+        )
 
 
 class RolloutError(RuntimeError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,8 @@ def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Ten
 def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
     """A copy of a PEFT adapter folder with its modules under the engine's names.
 
-    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `path` holds no adapter, or one
-    with options that the engine would ignore.
+    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `path` holds no adapter, or
+    one with options that the engine would ignore.
     """
     from safetensors.torch import load_file, save_file
 
@@ -63,7 +64,9 @@ def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
             raise ValueError(f"{source} has no {name}; save the adapter with PEFT's save_pretrained(…)")
     config = json.loads((source / _LORA_CONFIG).read_text())
     if ignored := [option for option in _UNSUPPORTED if config.get(option)]:
-        raise ValueError(f"{source} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha")
+        raise ValueError(
+            f"{source} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha"
+        )
     tensors = {engine_name(key, key_map): tensor for key, tensor in load_file(source / _LORA_WEIGHTS).items()}
     # The engine wraps what the config names; by the tensors it can't miss one, whatever pattern the trainer wrote.
     config["target_modules"] = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
@@ -71,6 +74,16 @@ def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
         save_file(tensors, folder / _LORA_WEIGHTS)
         (folder / _LORA_CONFIG).write_text(json.dumps(config))
         yield folder
+
+
+@asynccontextmanager
+async def in_thread(manager: AbstractContextManager[Path]) -> AsyncIterator[Path]:
+    """A context manager that writes files, entered and left off the event loop."""
+    value = await asyncio.to_thread(manager.__enter__)
+    try:
+        yield value
+    finally:
+        await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
 def engine_name(key: str, key_map: Mapping[str, str]) -> str:

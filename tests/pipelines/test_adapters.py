@@ -1,0 +1,278 @@
+"""Qwen-Image and SD3 on the real engine, in each mode: the small inputs that break rollout adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from verl_omni.algorithms.flow_sde import row_seed
+from verl_omni.pipelines.registry import AdapterRegistry
+from verl_omni.testing.harness import AdapterEngine, Arrival
+from verl_omni.workers.rollout.plan import RolloutMode
+from verl_omni.workers.rollout.request import RolloutRequest
+
+pytestmark = pytest.mark.engine
+
+ARCHITECTURES = {"qwen": "QwenImagePipeline", "sd3": "StableDiffusion3Pipeline"}
+MODES = [RolloutMode.REQUEST_LEVEL, RolloutMode.STEP_WISE, RolloutMode.SERIAL]
+
+
+@pytest.fixture(scope="module", params=[(f, m) for f in ARCHITECTURES for m in MODES], ids=lambda p: f"{p[0]}-{p[1]}")
+def engine(request):
+    family, mode = request.param
+    model = request.getfixturevalue(f"tiny_{family}")
+    with AdapterEngine(AdapterRegistry.get_class(ARCHITECTURES[family]), model, mode) as engine:
+        yield engine
+
+
+@pytest.fixture
+def ask(engine):
+    """Makes requests; ``cfg`` is the guidance scale under this model's own name for it."""
+
+    def make(cfg=None, **knobs):
+        base = dict(request_id="r", prompt="a red circle", height=64, width=64, num_inference_steps=4, seed=11)
+        guidance = {} if cfg is None else {engine.pipeline.cfg_key: cfg}
+        return RolloutRequest(**{**base, **guidance, **knobs})
+
+    return make
+
+
+def same(a, b, atol=1e-5):
+    for name in ("trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert (left is None) == (right is None), name
+        if left is not None:
+            torch.testing.assert_close(left, right, atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+    assert int((a.images[0].int() - b.images[0].int()).abs().max()) <= 1
+    return True
+
+
+def embeds(output):
+    return output.multimodal_output["metadata"]["prompt_embeddings"]
+
+
+@pytest.fixture
+def spied(engine):
+    """What the transformer was called with, one dict a forward."""
+    calls = []
+
+    def hook(module, args, kwargs):
+        calls.append(kwargs)
+
+    handle = engine.pipeline.transformer.register_forward_pre_hook(hook, with_kwargs=True)
+    yield calls
+    handle.remove()
+
+
+def test_the_transformer_gets_timesteps_at_full_precision(engine, ask, spied):
+    output = engine.run(ask(num_inference_steps=7))[0]
+    seen = torch.stack([call["timestep"][0] for call in spied])
+    scale = 1 / 1000 if "Qwen" in type(engine.pipeline).__name__ else 1
+    assert seen.dtype == torch.float32
+    torch.testing.assert_close(seen[:6], output.trajectory_timesteps[0] * scale, atol=0, rtol=1e-7)
+    assert len(set((seen / scale).tolist())) == 7
+
+
+@pytest.mark.parametrize("negative", [None, "", "blurry"])
+@pytest.mark.parametrize("scale", [None, 0.0, 1.0, 1.0001, 4.0])
+def test_guidance_runs_if_the_scale_is_above_one_and_a_negative_prompt_is_given(engine, ask, spied, scale, negative):
+    output = engine.run(ask(cfg=scale, negative_prompt=negative, num_inference_steps=2))[0]
+    effective = engine.pipeline.default_cfg_scale if scale is None else scale
+    guided = effective > 1 and negative is not None
+    assert len(spied) == (4 if guided else 2)
+    assert output.multimodal_output["metadata"]["rl"]["true_cfg"] is guided
+    assert ("negative_prompt_embeds" in embeds(output)) is guided
+
+
+def test_requests_with_and_without_a_negative_prompt_share_a_batch(engine, ask):
+    requests = [ask(cfg=4.0, negative_prompt="blurry"), ask(cfg=4.0), ask(cfg=2.0, negative_prompt="")]
+    together = engine.run(*requests)
+    alone = [engine.run(request)[0] for request in requests]
+    assert all(same(a, b) for a, b in zip(together, alone, strict=True))
+    assert not torch.equal(together[0].trajectory_latents[:, 1:], together[1].trajectory_latents[:, 1:])
+
+
+def test_prompts_of_other_lengths_change_neither_result_nor_embeddings(engine, ask):
+    texts = ["hi", "a red circle", "a blue square on a black background and quite a few more words after that"]
+    requests = [ask(prompt=text) for text in texts]
+    together, alone = engine.run(*requests), [engine.run(request)[0] for request in requests]
+    for a, b in zip(together, alone, strict=True):
+        assert same(a, b)
+        assert embeds(a)["prompt_embeds"].shape == embeds(b)["prompt_embeds"].shape
+        torch.testing.assert_close(embeds(a)["prompt_embeds"], embeds(b)["prompt_embeds"], atol=0, rtol=0)
+
+
+def test_outputs_of_a_prompt_come_in_order_each_from_its_own_generator(engine, ask):
+    requests = [ask(prompt=text, seed=seed, num_outputs_per_prompt=2) for text, seed in (("hi", 1), ("a cat", 2))]
+    for request, output in zip(requests, engine.run(*requests), strict=True):
+        assert output.images[0].shape == (2, 3, 64, 64)
+        for row in range(2):
+            seed = row_seed(request.seed, row)
+            single = engine.run(dataclasses.replace(request, num_outputs_per_prompt=1, seed=seed))[0]
+            torch.testing.assert_close(output.trajectory_latents[row], single.trajectory_latents[0], atol=1e-5, rtol=0)
+        assert not torch.equal(output.trajectory_latents[0, 0], output.trajectory_latents[1, 0])
+
+
+def test_a_request_of_other_length_joins_in_the_middle(engine, ask):
+    long, short = ask(num_inference_steps=10), ask(num_inference_steps=6, prompt="hello", seed=12)
+    together = engine.run(long, Arrival(request=short, after=3))
+    assert same(together[0], engine.run(long)[0])
+    assert same(together[1], engine.run(short)[0])
+    sigmas = engine.pipeline.schedule(6, engine.pipeline.image_tokens(engine.pipeline.latent_shape(64, 64)))[0]
+    torch.testing.assert_close(together[1].trajectory_timesteps[0], sigmas[:5].float())
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+def test_a_window_over_all_steps_records_each_stochastic_one(engine, ask, sde_type):
+    output = engine.run(ask(sde_window_size=4, sde_window_range=(0, 4), sde_type=sde_type))[0]
+    recorded = 3 if sde_type == "cps" else 4  # cps draws no noise on its way to sigma 0
+    assert output.trajectory_log_probs.shape == (1, recorded)
+    assert torch.isfinite(output.trajectory_log_probs).all()
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [dict(sde_window_size=0, sde_window_range=(0, 4)), dict(noise_level=0.0), dict(logprobs=False)],
+    ids=["empty window", "noise 0", "no logprobs"],
+)
+def test_nothing_is_recorded_where_nothing_is_stochastic(engine, ask, knobs):
+    output = engine.run(ask(**knobs))[0]
+    assert output.trajectory_latents is None
+    assert output.trajectory_log_probs is None
+    assert output.images[0].float().std() > 0
+
+
+def test_one_step_works(engine, ask):
+    output = engine.run(ask(num_inference_steps=1))[0]
+    assert output.images[0].shape == (1, 3, 64, 64)
+    assert output.trajectory_log_probs is None
+    whole = engine.run(ask(num_inference_steps=1, sde_window_size=1, sde_window_range=(0, 1)))[0]
+    assert whole.trajectory_timesteps.tolist() == [[1000.0]]
+    assert torch.isfinite(whole.trajectory_log_probs).all()
+
+
+BAD = {
+    "no prompt": (dict(prompt=None), "no prompt"),
+    "empty token ids": (dict(prompt_token_ids=[], prompt_token_ids_2=[], prompt_token_ids_3=[]), "no valid token"),
+    "fractional token": (dict(prompt_token_ids=[1.5], prompt_token_ids_2=[1], prompt_token_ids_3=[1]), "integers"),
+    "mask of other length": (
+        dict(prompt_token_ids=[9] * 40, prompt_mask=[1], prompt_token_ids_2=[1], prompt_token_ids_3=[1]),
+        "prompt_mask has 1 entries for the 40 tokens",
+    ),
+    "prompt is no text": (dict(prompt=3), "prompt must be a string"),
+    "long prompt": (dict(prompt="word " * 400, max_sequence_length=20), "tokens"),
+    "limit above the model's": (dict(max_sequence_length=99999), "above this model's limit"),
+    "odd height": (dict(height=65), "multiples of 16"),
+    "zero width": (dict(width=0), "width=0 must be at least 1"),
+    "negative steps": (dict(num_inference_steps=-1), "num_inference_steps=-1 must be at least 1"),
+    "fractional steps": (dict(num_inference_steps=2.5), "num_inference_steps must be an integer"),
+    "window": (dict(sde_window_size=3, sde_window_range=(2, 4)), "does not fit into sde_window_range=\\[2, 4\\]"),
+    "window range": (dict(sde_window_size=3, sde_window_range=5), "two integers"),
+    "sde type": (dict(sde_type="ddpm"), "use one of sde, cps, dance_sde"),
+    "noise level": (dict(noise_level=-1.0), "noise_level must be a finite number of at least 0"),
+    "noise NaN": (dict(noise_level=float("nan")), "noise_level must be a finite number"),
+    "cps noise": (dict(noise_level=1.5, sde_type="cps"), "above 1"),
+    "output type": (dict(output_type="gif"), "use one of pt, latent"),
+    "seed": (dict(seed="one"), "seed must be"),
+    "negative seed": (dict(seed=-1), "seed"),
+    "no outputs": (dict(num_outputs_per_prompt=0), "num_outputs_per_prompt=0 must be at least 1"),
+    "logprobs": (dict(logprobs="yes"), "logprobs must be true or false"),
+}
+
+
+def test_a_bad_request_fails_alone_and_says_what_to_write(engine, ask):
+    good = [ask(seed=seed) for seed in (1, 2, 3)]
+    outputs = engine.run(*good, *(ask(**knobs) for knobs, _ in BAD.values()))
+    for request, output in zip(good, outputs[:3], strict=True):
+        assert same(output, engine.run(request)[0])
+    for (name, (_, message)), output in zip(BAD.items(), outputs[3:], strict=True):
+        assert isinstance(output, Exception), name
+        with pytest.raises(type(output), match=message):
+            raise output
+
+
+def test_a_row_that_turns_nan_is_an_error_and_not_a_black_image(engine, ask, monkeypatch):
+    good, bad = ask(seed=1), ask(seed=2, prompt="hello")
+    want = engine.run(good)[0]
+    start = engine.run(bad)[0].trajectory_latents[0, 0]
+    hook = engine.pipeline.predict_velocity
+
+    def poisoned(latents, *args):
+        velocity = hook(latents, *args)
+        for row, x in zip(velocity, latents, strict=True):
+            if torch.equal(x.cpu(), start):
+                row.view(-1)[0] = float("nan")
+        return velocity
+
+    monkeypatch.setattr(engine.pipeline, "predict_velocity", poisoned, raising=False)
+    outputs = engine.run(good, bad)
+    assert same(outputs[0], want)
+    assert "NaN" in str(outputs[1])
+
+
+def test_a_decode_that_fails_fails_its_request_alone(engine, ask, monkeypatch):
+    requests = [ask(seed=seed) for seed in (1, 2)]
+    want = engine.run(*requests)
+    last = engine.run(dataclasses.replace(requests[1], output_type="latent"))[0].images[0][0]
+    hook = engine.pipeline.decode
+
+    def failing(latents, size):
+        if any(torch.allclose(row, last, atol=1e-4) for row in latents):
+            raise RuntimeError("planted")
+        return hook(latents, size)
+
+    monkeypatch.setattr(engine.pipeline, "decode", failing, raising=False)
+    outputs = engine.run(*requests)
+    assert same(outputs[0], want[0])
+    assert "planted" in str(outputs[1])
+
+
+def test_token_ids_in_every_form_equal_the_text(engine, ask):
+    text = "a blue square"
+    want = engine.run(ask(prompt=text))[0]
+    ids = engine.pipeline.text_to_ids(text)
+    forms = [
+        lambda row: list(row),
+        lambda row: torch.tensor(row),
+        lambda row: torch.tensor([row]),
+        lambda row: torch.tensor([row], dtype=torch.int32),
+    ]
+    suffixes = ("", "_2", "_3")
+    requests = [
+        ask(prompt=None, **{f"prompt_token_ids{s}": form(row) for s, row in zip(suffixes, ids, strict=False)})
+        for form in forms
+    ]
+    padded = {f"prompt_token_ids{s}": [0, 0, *row] for s, row in zip(suffixes, ids, strict=False)}
+    masks = {f"prompt_mask{s}": [0, 0, *[1] * len(row)] for s, row in zip(suffixes, ids, strict=False)}
+    requests.append(ask(prompt=None, **padded, **masks))
+    assert all(same(output, want) for output in engine.run(*requests))
+
+
+def test_each_distinct_prompt_is_encoded_once(engine, ask):
+    engine.pipeline.load_weights([])  # forgets what is cached
+    engine.pipeline.stats.reset()
+    requests = [ask(prompt=text, seed=i, cfg=4.0, negative_prompt="blurry") for i, text in enumerate("abc" * 4)]
+    engine.run(*requests)
+    assert engine.pipeline.stats.encodes_requested == 24
+    assert engine.pipeline.stats.encodes_computed == 4
+
+
+def test_a_burst_runs_as_one_batch(engine, ask):
+    engine.pipeline.stats.reset()
+    engine.run(*(ask(seed=seed, num_inference_steps=4) for seed in range(8)))
+    stats = engine.pipeline.stats
+    serial = engine.mode is RolloutMode.SERIAL
+    assert dict(stats.batch_sizes) == ({1: 32} if serial else {8: 4})
+    assert stats.waves == (8 if serial else 1)
+
+
+def test_rows_per_forward_bounds_the_forward_and_not_the_result(engine, ask, monkeypatch):
+    requests = [ask(seed=seed, cfg=4.0, negative_prompt="blurry") for seed in range(5)]
+    want = engine.run(*requests)
+    engine.pipeline.stats.reset()
+    monkeypatch.setattr(engine.pipeline, "rows_per_forward", 2)
+    outputs = engine.run(*requests)
+    assert max(engine.pipeline.stats.batch_sizes) <= 2
+    assert all(same(a, b) for a, b in zip(outputs, want, strict=True))

@@ -1,0 +1,166 @@
+"""What a run writes, from samples that no engine had to make."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.trainer.generation.grid import Tile, draw_grid, fit
+from verl_omni.trainer.generation.outputs import RunReport, check_output_dir, write_outputs
+from verl_omni.trainer.generation.settings import GenerationConfig
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.rollout.plan import AdapterCapabilities, resolve_plan
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+
+
+def sample(request_id: str, outputs: int = 1, steps: int = 2, latent: bool = False) -> RolloutSample:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (outputs, 3, 16, 24), dtype=torch.uint8, generator=generator)
+    recorded = steps > 0
+    return RolloutSample(
+        request_id=request_id,
+        images=None if latent else pixels,
+        latents=torch.randn(outputs, 6, 4) if latent else None,
+        trajectory_latents=torch.randn(outputs, steps + 1, 6, 4) if recorded else None,
+        trajectory_log_probs=torch.randn(outputs, steps) if recorded else None,
+        trajectory_timesteps=torch.rand(outputs, steps) * 1000 if recorded else None,
+        prompt_embeddings={"prompt_embeds": torch.randn(5, 8), "pooled_prompt_embeds": torch.randn(8)},
+        sde_windows=[(0, steps)] * outputs,
+        seed=1,
+        policy_version=0,
+        peak_memory_mb=0.0,
+    )
+
+
+RESULTS = [
+    (RolloutRequest(request_id="0000-00", prompt="a cat"), sample("0000-00")),
+    (RolloutRequest(request_id="0000-01", prompt="a cat"), RolloutError("0000-01", "too long")),
+    (RolloutRequest(request_id="0001-00", prompt_token_ids=[1]), sample("0001-00", outputs=2)),
+    (RolloutRequest(request_id="0001-01", prompt="ode"), sample("0001-01", steps=0)),
+    (RolloutRequest(request_id="0002-00", prompt="latent"), sample("0002-00", latent=True)),
+]
+PLAN = resolve_plan(
+    DiffusionRolloutConfig(max_num_seqs=4), AdapterCapabilities(name="A", request_batch=True, missing_step_methods=())
+)
+STATS = RolloutStats(batch_sizes={4: 2, 1: 3}, waves=2, encodes_requested=5, encodes_computed=3)
+REPORT = RunReport(plan=PLAN, stats=STATS, seconds=2.0, peak_memory_mb=12.34)
+
+
+def write(folder, results=RESULTS, **keys) -> GenerationConfig:
+    config = GenerationConfig(output_dir=str(folder), **keys)
+    write_outputs(config, results, REPORT, columns=2)
+    return config
+
+
+def files(folder) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_files_and_tensors(tmp_path):
+    write(tmp_path / "deep" / "out")
+    out = tmp_path / "deep" / "out"
+    images = {f"images/{name}.png" for name in ("0000-00", "0001-00.0", "0001-00.1", "0001-01")}
+    assert files(out) == {"grid.png", "rollout.json", "trajectories.safetensors"} | images
+    pixels = torch.tensor(list(Image.open(out / "images" / "0001-00.1.png").tobytes()), dtype=torch.uint8).view(
+        16, 24, 3
+    )
+    assert torch.equal(pixels.permute(2, 0, 1), RESULTS[2][1].images[1])
+    tensors = load_file(out / "trajectories.safetensors")
+    embeds = {"prompt_embeds", "prompt_embeds_mask", "pooled_prompt_embeds"}
+    recorded = embeds | {"latents", "log_probs", "timesteps"}
+    expected = {f"{name}/{key}" for name in ("0000-00", "0001-00.0", "0001-00.1") for key in recorded}
+    expected |= {f"0001-01/{key}" for key in embeds} | {f"0002-00/{key}" for key in recorded | {"output_latents"}}
+    assert tensors.keys() == expected
+    assert torch.equal(tensors["0001-00.1/latents"], RESULTS[2][1].trajectory_latents[1])
+    shapes = {key: tuple(tensors[f"0000-00/{key}"].shape) for key in recorded}
+    assert shapes["latents"] == (3, 6, 4)
+    assert shapes["log_probs"] == shapes["timesteps"] == (2,)
+    assert shapes["prompt_embeds"] == (5, 8)
+    assert tensors["0000-00/prompt_embeds_mask"].all()
+
+
+def test_report(tmp_path):
+    write(tmp_path)
+    report = json.loads((tmp_path / "rollout.json").read_text())
+    assert {key: report[key] for key in ("mode", "max_num_seqs", "rows_per_forward", "num_requests")} == {
+        "mode": "request_level",
+        "max_num_seqs": 4,
+        "rows_per_forward": None,
+        "num_requests": 5,
+    }
+    assert (report["num_images"], report["gen_s"], report["images_per_s"], report["peak_memory_mb"]) == (
+        5,
+        2.0,
+        2.5,
+        12.3,
+    )
+    assert report["batch_sizes"] == {"1": 3, "4": 2}
+    assert report["encodes"] == {"requested": 5, "computed": 3}
+    assert report["failed"] == [{"id": "0000-01", "error": "too long"}]
+    assert "max_num_seqs=4" in report["reason"]
+
+
+def test_an_older_run_is_replaced_and_other_files_are_left_alone(tmp_path):
+    write(tmp_path)
+    (tmp_path / "images" / "holiday.png").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    write(tmp_path, RESULTS[:1], grid=False, save_trajectories=False)
+    assert files(tmp_path) == {"rollout.json", "images/0000-00.png", "images/holiday.png", "notes.txt"}
+    write(tmp_path, RESULTS[1:2], save_images=False)
+    assert files(tmp_path) == {
+        "grid.png",
+        "rollout.json",
+        "trajectories.safetensors",
+        "images/holiday.png",
+        "notes.txt",
+    }
+
+
+def test_same_results_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name)
+    for file in files(tmp_path / "a"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+
+
+def test_what_is_in_the_way_of_the_outputs_is_named(tmp_path):
+    check_output_dir(GenerationConfig(output_dir=str(tmp_path / "a" / "b")))
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out" / "grid.png").mkdir(parents=True)
+    (tmp_path / "out2").mkdir()
+    (tmp_path / "out2" / "images").write_text("")
+    for folder, obstacle in (("file", "file"), ("file/out", "file"), ("out", r"grid\.png"), ("out2", "images")):
+        with pytest.raises(ConfigError, match=f"{obstacle} is in the way"):
+            check_output_dir(GenerationConfig(output_dir=str(tmp_path / folder)))
+
+
+@pytest.mark.parametrize(
+    ("size", "fitted"),
+    [
+        ((8, 8), (128, 128)),
+        ((40, 20), (160, 80)),
+        ((128, 64), (128, 64)),
+        ((256, 256), (256, 256)),
+        ((1024, 512), (256, 128)),
+        ((4000, 1), (256, 1)),
+    ],
+)
+def test_tiles_are_readable_and_not_huge(size, fitted):
+    assert fit(Image.new("RGB", size)).size == fitted
+
+
+def test_grid_shows_every_tile_where_it_belongs():
+    tiles = [
+        Tile(image=Image.new("RGB", (8, 8), color), label=color, prompt="long " * 50)
+        for color in ("red", "lime", "blue")
+    ]
+    sheet = draw_grid([*tiles, Tile(image=None, label="x", prompt="\u6c34 \U0001f98a")], columns=2)
+    (width, height), cell = sheet.size, (sheet.width - 8) // 2
+    assert width == 8 + 2 * (128 + 8)
+    colors = [sheet.getpixel((x, y)) for y in (10, (height - 8) // 2 + 10) for x in (10, cell + 10)]
+    assert colors[:3] == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]

@@ -1,0 +1,256 @@
+"""The entry point: configuration errors without an engine, and one real run in each mode."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl_omni.trainer.main_generation import compose, main
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.seeds import request_seed
+
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm_omni"
+
+REQUEST_ONLY_ADAPTER = """
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+@VllmOmniPipelineBase.register("QwenImagePipeline", "request_only")
+class RequestOnly(VllmOmniPipelineBase.get_class("QwenImagePipeline")):
+    supports_step_execution = False
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> list[str]:
+    """Arguments that pass all checks but those on the model's files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model_index.json").write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    return [
+        f"actor_rollout_ref.model.path={tmp_path / 'model'}",
+        f"data.val_files={tmp_path / 'prompts.txt'}",
+        f"generation.output_dir={tmp_path / 'out'}",
+    ]
+
+
+def test_both_override_forms_reach_every_documented_key():
+    config = compose([])
+    assert config is not None
+    keys = ["max_num_seqs", "step_execution", "batching_mode", "n", "pipeline.height", "algo.sde_window_size"]
+    keys += [
+        f"engine_kwargs.vllm_omni.{key}" for key in ("max_num_seqs", "request_batch_max_wait_ms", "enable_sleep_mode")
+    ]
+    for key in keys:
+        for form in ("", "++"):
+            node = compose([f"{form}{ROLLOUT}.{key}=7"])["actor_rollout_ref"]["rollout"]
+            for part in key.split("."):
+                node = node[part]
+            assert node == 7
+
+
+def test_hydra_shows_the_configuration_and_leaves_nothing_behind(minimal, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.rglob("*"))
+    assert main([*minimal, "--cfg", "job"]) == 0
+    assert "num_inference_steps: 10" in capfd.readouterr().out
+    assert main([*minimal, "no.such.key=1"]) == 2
+    assert set(tmp_path.rglob("*")) == before
+    assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize("form", ["", "+", "++"])
+def test_misspelt_keys_are_named_with_the_nearest(minimal, form, capfd):
+    assert main([*minimal, f"{form}{ENGINE}.max_num_seq=8"]) == 2
+    assert f"did you mean {ENGINE}.max_num_seqs?" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.model.path=null"], "actor_rollout_ref.model.path is required"),
+        (["actor_rollout_ref.model.path=/no/such/model"], "/no/such/model"),
+        (["actor_rollout_ref=null"], "actor_rollout_ref.model.path is required"),
+        (["data.val_files=null"], "data.val_files is required"),
+        (["data.val_files=[]"], "file name or a list"),
+        (["data.val_files=[prompts.csv]"], "prompts.csv must end in"),
+        (["data.val_files=/no/such.txt"], "/no/such.txt"),
+        (["data.val_files=${nothing}"], "nothing"),
+        (["data.max_samples=0"], "data.max_samples=0 must be"),
+        (["data.max_sample=1"], "did you mean data.max_samples?"),
+        (["daat.max_samples=1"], "did you mean data?"),
+        (["actor_rollout_ref.rollout.n=0"], "rollout.n=0 must be"),
+        (["generation.output_dir=/dev/null"], "/dev/null is in the way"),
+        (["generation.grid=7"], "generation.grid=7 must be true or false"),
+        ([f"{ROLLOUT}.max_num_seqs=2.5"], "integer of at least 1"),
+        ([f"{ROLLOUT}.max_num_seqs=8", f"++{ENGINE}.max_num_seqs=4"], "contradict"),
+        ([f"{ROLLOUT}.batching_mode=serial", f"{ROLLOUT}.step_execution=true"], "contradict"),
+        ([f"{ENGINE}.enforce_eagre=true"], "enforce_eager?"),
+        ([f"{ROLLOUT}.profile=/no/profile.json"], "/no/profile.json"),
+        (["not an override"], "Hydra"),
+        (["data.max_samples==1"], "Hydra"),
+        (["--no-such-flag"], "Hydra"),
+        (["--multirun", "data.max_samples=1,2"], "one run at a time"),
+    ],
+)
+def test_bad_configurations_end_with_status_2_and_one_message(minimal, overrides, message, capfd):
+    assert main([*minimal, *overrides]) == 2
+    err = capfd.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_bad_row_is_a_bad_configuration(minimal, tmp_path, capfd):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "a", "num_inference_step": 3}\n')
+    assert main([*minimal, f"data.val_files={file}"]) == 2
+    assert (
+        f"{file}:2: num_inference_step is not a known key; did you mean num_inference_steps?" in capfd.readouterr().err
+    )
+
+
+def test_a_bad_configuration_is_found_without_torch(minimal):
+    code = (
+        "import sys; from verl_omni.trainer.main_generation import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'vllm', 'vllm_omni', 'ray'} & sys.modules.keys(); sys.exit(status)"
+    )
+    arguments = [sys.executable, "-c", code, *minimal, f"{ROLLOUT}.batching_mode=serial", f"{ROLLOUT}.max_num_seqs=2"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, "contradict" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor_rollout_ref.model.algorithm=dpo"], "no rollout adapter"),
+        (["actor_rollout_ref.model.architecture=Unknown"], "no rollout adapter"),
+        ([f"{ROLLOUT}.external_lib=no_such_module"], "no_such_module"),
+        ([f"{ROLLOUT}.external_lib=/no/such/file.py"], "/no/such/file.py"),
+        ([f"{ENGINE}.request_batch_max_wait_ms=-1"], "at least 0"),
+        ([f"{ENGINE}.diffusion_compile_granularity=some"], "diffusion_compile_granularity"),
+    ],
+)
+def test_what_only_the_engine_knows_is_checked_before_a_model_is_loaded(minimal, overrides, message, capfd):
+    assert main([*minimal, *overrides]) == 2
+    assert message in capfd.readouterr().err
+
+
+def test_external_adapter_without_step_methods(minimal, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "request_only_adapter.py").write_text(REQUEST_ONLY_ADAPTER)
+    ours = [
+        f"{ROLLOUT}.external_lib={tmp_path / 'request_only_adapter.py'}",
+        "actor_rollout_ref.model.algorithm=request_only",
+    ]
+    assert main([*minimal, *ours, f"{ROLLOUT}.step_execution=true"]) == 2
+    assert "RequestOnly lacks supports_step_execution = True; write" in capfd.readouterr().err
+    (tmp_path / "json.py").write_text("")
+    assert main([*minimal, f"{ROLLOUT}.external_lib={tmp_path / 'json.py'}"]) == 2
+    assert "rename the file" in capfd.readouterr().err
+
+
+def generate(model: Path, prompts: Path, out: Path, *overrides: str) -> tuple[int, dict, dict[str, torch.Tensor]]:
+    """Run the entry point; exit status, report, tensors."""
+    command = [sys.executable, "-m", "verl_omni.trainer.main_generation"]
+    command += [f"actor_rollout_ref.model.path={model}", f"data.val_files={prompts}", f"generation.output_dir={out}"]
+    command += [
+        f"{ROLLOUT}.pipeline.{key}={value}"
+        for key, value in (("height", 64), ("width", 64), ("num_inference_steps", 4))
+    ]
+    done = subprocess.run(
+        [*command, f"{ROLLOUT}.dtype=float32", *overrides], capture_output=True, text=True, check=False
+    )
+    assert (out / "rollout.json").exists(), done.stderr
+    assert "rollout plan: mode=" in done.stderr
+    return done.returncode, json.loads((out / "rollout.json").read_text()), load_file(out / "trajectories.safetensors")
+
+
+def images(out: Path) -> set[str]:
+    return {path.stem for path in (out / "images").iterdir()}
+
+
+@pytest.mark.engine
+def test_one_run_in_each_mode(tiny_qwen, tmp_path):
+    """Serial from text; step-wise from JSON lines, one of them bad; request-level, own adapter, in a worker process.
+
+    Same prompts, same trajectories.
+    """
+    prompts = ["a red circle", "two black birds on a paper lamp at night"]
+    text, rows = tmp_path / "prompts.txt", tmp_path / "rows.jsonl"
+    text.write_text("\n".join(prompts))
+    more = [
+        {"prompt": "odd", "height": 63},
+        {"prompt": "many", "num_outputs_per_prompt": 2, "seed": 5, "sde_window_size": 1},
+    ]
+    rows.write_text("\n".join(json.dumps(row) for row in [*({"prompt": prompt} for prompt in prompts), *more]))
+    ids = {"0000-00", "0000-01", "0001-00", "0001-01"}
+
+    status, report, serial = generate(tiny_qwen, text, tmp_path / "serial", f"{ROLLOUT}.n=2")
+    assert (status, report["mode"], report["max_num_seqs"], report["failed"]) == (0, "serial", 1, [])
+    assert report["batch_sizes"] == {"1": 16}
+    assert report["encodes"] == {"requested": 4, "computed": 2}
+    assert report["peak_memory_mb"] > 0
+    assert images(tmp_path / "serial") == ids
+    assert [row["seed"] for row in report["samples"]] == [request_seed(42, row) for row in range(4)]
+    assert serial["0000-00/latents"].shape[0] == 1 + len(serial["0000-00/log_probs"]) == 4
+
+    status, report, step_wise = generate(
+        tiny_qwen, rows, tmp_path / "step", f"{ROLLOUT}.n=2", f"{ROLLOUT}.step_execution=true"
+    )
+    assert (status, report["mode"], report["max_num_seqs"]) == (1, "step_wise", 16)
+    assert [failure["id"] for failure in report["failed"]] == ["0002-00", "0002-01"]
+    assert all("63" in failure["error"] for failure in report["failed"])
+    outputs = {f"0003-{sample:02d}.{index}" for sample in range(2) for index in range(2)}
+    assert images(tmp_path / "step") == ids | outputs
+    assert all(len(step_wise[f"{name}/log_probs"]) == 1 for name in outputs)
+    assert report["batch_sizes"] == {"8": 4}
+    assert [row["seed"] for row in report["samples"]][4:] == [5, 6]
+
+    (tmp_path / "request_only_adapter.py").write_text(REQUEST_ONLY_ADAPTER)
+    ours = [
+        f"{ROLLOUT}.external_lib={tmp_path / 'request_only_adapter.py'}",
+        "actor_rollout_ref.model.algorithm=request_only",
+    ]
+    ours += [f"{ROLLOUT}.batching_mode=auto", f"++{ENGINE}.max_num_seqs=4", f"{ENGINE}.distributed_executor_backend=mp"]
+    status, report, request_level = generate(tiny_qwen, text, tmp_path / "request", f"{ROLLOUT}.n=2", *ours)
+    assert (status, report["mode"], report["max_num_seqs"]) == (0, "request_level", 4)
+    assert report["batch_sizes"] == {"4": 4}
+
+    for key, tensor in serial.items():
+        torch.testing.assert_close(step_wise[key], tensor, atol=1e-5, rtol=0)
+        torch.testing.assert_close(request_level[key], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.engine
+def test_parquet_and_latents_with_sd3(tiny_sd3, tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    chat = [{"role": "user", "content": "a round clock"}]
+    row = {
+        "data_source": "test",
+        "prompt": chat,
+        "negative_prompt": "blurry",
+        "guidance_scale": 3.0,
+        "output_type": "latent",
+    }
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "p.parquet")
+    overrides = [f"{ENGINE}.max_num_seqs=2", f"{ROLLOUT}.n=2", f"{ROLLOUT}.algo.noise_level=0"]
+    status, report, tensors = generate(tiny_sd3, tmp_path / "p.parquet", tmp_path / "out", *overrides)
+    assert (status, report["mode"], report["failed"]) == (0, "request_level", [])
+    kinds = {key.removeprefix("0000-01/") for key in tensors if key.startswith("0000-01/")}
+    assert {"output_latents", "prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds"} <= kinds
+    assert not {"latents", "log_probs", "timesteps"} & kinds
+    assert not (tmp_path / "out" / "images").exists()
+
+
+def test_compose_rejects_what_hydra_cannot_read():
+    with pytest.raises(ConfigError):
+        compose(["data.max_samples=[1"])

@@ -32,7 +32,9 @@ def test_rows_at_different_steps_equal_the_plain_function(scheduler, sde_type):
     torch.testing.assert_close(out.prev_sample, want.next_latents)
     torch.testing.assert_close(out.log_prob, want.log_prob)
     assert out.std.shape == (3, 1, 1, 1)
-    scored = scheduler.step(v, scheduler.timesteps[index], x, prev_sample=out.prev_sample, noise_level=0.5, sde_type=sde_type)
+    scored = scheduler.step(
+        v, scheduler.timesteps[index], x, prev_sample=out.prev_sample, noise_level=0.5, sde_type=sde_type
+    )
     torch.testing.assert_close(scored.log_prob, out.log_prob, atol=1e-5, rtol=0)
     torch.testing.assert_close(scored.prev_sample_mean, out.prev_sample_mean)
 

@@ -210,7 +210,9 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
     outputs = {f"0003-{sample:02d}.{index}" for sample in range(2) for index in range(2)}
     assert images(tmp_path / "step") == ids | outputs
     assert all(len(step_wise[f"{name}/log_probs"]) == 1 for name in outputs)
-    assert report["batch_sizes"] == {"8": 4}
+    sizes = {int(size): forwards for size, forwards in report["batch_sizes"].items()}
+    assert sum(size * forwards for size, forwards in sizes.items()) == 8 * 4
+    assert min(sizes) >= 4
     assert [row["seed"] for row in report["samples"]][4:] == [5, 6]
 
     (tmp_path / "request_only_adapter.py").write_text(REQUEST_ONLY_ADAPTER)

@@ -77,7 +77,7 @@ class VllmOmniPipelineBase(AdapterRegistry):
     scheduler: Any
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         self.stats = RolloutStats()
         self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
         self._prompts = PromptCache()
@@ -268,8 +268,8 @@ class VllmOmniPipelineBase(AdapterRegistry):
         """Embeddings of the request's prompt or negative prompt, from the cache if it can be; None if it has none."""
         side = "negative_prompt" if negative else "prompt"
         given = [prompt_ids(prompt, negative=negative, encoder=suffix) for suffix in ENCODERS[: self.num_encoders]]
-        if None not in given:
-            ids = tuple(given)
+        if all(row is not None for row in given):
+            ids = tuple(row for row in given if row is not None)
         elif any(row is not None for row in given):
             raise RequestError(
                 f"{side}_token_ids must be given for all {self.num_encoders} text encoders, or text instead"
@@ -289,7 +289,7 @@ class VllmOmniPipelineBase(AdapterRegistry):
         return RowBatch(states, masks_text=self.masks_text, rows_per_forward=self.rows_per_forward)
 
     def _velocity(self, batch: RowBatch) -> Tensor:
-        """Guided velocity [B, ...] float32. Where the forward fails, each request is tried alone; who fails then, failed."""
+        """Guided velocity [B, ...] float32. If the forward fails, each request is tried alone and may fail alone."""
         try:
             return self.guided_velocity(batch)
         except Exception as error:

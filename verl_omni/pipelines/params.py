@@ -1,7 +1,7 @@
 """What one request asks of an adapter: read from the engine's sampling parameters, checked, frozen.
 
-Every knob belongs to the request. A value that cannot be served raises :class:`RequestError`, which ends this request and
-no other.
+Every knob belongs to the request. A value that cannot be served raises :class:`RequestError`, which ends this request
+and no other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RolloutParams:
         text_limit: int,
         default_text_length: int,
     ) -> RolloutParams:
-        """Read and check `sampling`; the keywords are the adapter's defaults and limits. Raises :class:`RequestError`."""
+        """Read and check `sampling`; the keywords are the adapter's. Raises :class:`RequestError`."""
         extra = sampling.extra_args or {}
         cfg_scale = getattr(sampling, cfg_key)
         if cfg_key == "guidance_scale" and not sampling.guidance_scale_provided:
@@ -100,8 +100,8 @@ class RolloutParams:
 def prompt_ids(prompt: Mapping[str, Any], *, negative: bool, encoder: str = "") -> tuple[int, ...] | None:
     """Token ids of one encoder as the request gives them, mask applied; None when it gives none.
 
-    Accepts a list, a 1-D tensor or a [1, L] tensor; a mask of the same length picks the valid tokens. `encoder` is one of
-    :data:`ENCODERS`. Raises :class:`RequestError`.
+    Accepts a list, a 1-D tensor or a [1, L] tensor; a mask of the same length picks the valid tokens. `encoder` is one
+    of :data:`ENCODERS`. Raises :class:`RequestError`.
     """
     side = "negative_prompt" if negative else "prompt"
     key, ids = _first(prompt, f"{side}_token_ids{encoder}", f"{side}_ids{encoder}")

@@ -43,7 +43,7 @@ class AdapterRegistry:
         if key not in cls._adapters:
             known = ", ".join(f"{a}/{b}" for a, b in sorted(cls._adapters))
             raise ValueError(
-                f"no rollout adapter for architecture {architecture!r} with algorithm {algorithm!r}; there are {known}. "
+                f"no rollout adapter for architecture {architecture!r} with algorithm {algorithm!r}; there is {known}. "
                 "Register your own in a module named by actor_rollout_ref.rollout.external_lib"
             )
         return cls._adapters[key]

@@ -123,8 +123,8 @@ def split_diffusion_output_by_request(
 ) -> list[DiffusionOutput]:
     """One output a request from the output of a whole batch.
 
-    Payload, trajectory fields and the metadata groups ``prompt_embeddings`` and ``rl`` hold N·n rows in request order and
-    are sliced; other metadata is shared by all. Every tensor of the parts owns its storage.
+    Payload, trajectory fields and the metadata groups ``prompt_embeddings`` and ``rl`` hold N·n rows in request order
+    and are sliced; other metadata is shared by all. Every tensor of the parts owns its storage.
 
     Raises:
         ValueError: `num_outputs_per_prompt` is not positive, or a field has another number of rows.

@@ -1,9 +1,10 @@
 """Rows in flight: what each request carries, and the batch of all rows that step together.
 
 A row is one image of one request. :class:`Rollout` is what a request keeps between steps; it lives in
-``state.extra["rollout"]``, out of reach of the engine's own padding and mixing rules. :class:`RowBatch` holds the rows of
-several requests as whole-batch tensors. It is built when requests join or leave and otherwise only moved on, so a step
-costs a fixed number of operations however many requests there are, and reads nothing back to the host.
+``state.extra["rollout"]``, out of reach of the engine's own padding and mixing rules. :class:`RowBatch` holds the rows
+of several requests as whole-batch tensors. It is built when requests join or leave and otherwise only moved on, so a
+step costs a fixed number of tensor operations, but for one noise draw a stochastic row, and reads nothing back to the
+host.
 
 Shapes: B rows, n rows of one request, T steps, L text tokens, ``...`` the latent dimensions.
 """

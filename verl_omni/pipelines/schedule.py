@@ -25,7 +25,7 @@ class StepTables:
         self._tables = functools.lru_cache(maxsize=256)(self._build_tables)
 
     def row(self, params: RolloutParams, image_tokens: int, generator: torch.Generator) -> Row:
-        """A row that will follow `params`; draws its window. Raises :class:`RequestError` if the window does not fit."""
+        """A row that will follow `params`; draws its window. Raises :class:`RequestError` if that does not fit."""
         steps = params.num_inference_steps
         try:
             start, stop = sample_sde_window(

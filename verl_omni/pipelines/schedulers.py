@@ -28,7 +28,7 @@ class FlowMatchSDEDiscreteSchedulerOutput(NamedTuple):
 class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
     """``FlowMatchEulerDiscreteScheduler`` whose step is stochastic and knows its log-probability."""
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         model_output: Tensor,
         timestep: Tensor | float,
@@ -52,8 +52,8 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
             sde_type: "sde", "cps" or "dance_sde"; see :mod:`verl_omni.algorithms.flow_sde`.
 
         Returns:
-            (prev_sample, log_prob, prev_sample_mean, std), as a named tuple with `return_dict`; log_prob is None without
-            `return_logprobs`.
+            (prev_sample, log_prob, prev_sample_mean, std), as a named tuple with `return_dict`; log_prob is None
+            without `return_logprobs`.
 
         Raises:
             ValueError: unknown `sde_type`, or a timestep that is not in the schedule.
@@ -86,5 +86,5 @@ class FlowMatchSDEDiscreteScheduler(FlowMatchEulerDiscreteScheduler):
         )
         std = coefficients.std.view((-1,) + (1,) * (sample.ndim - 1))
         log_prob = step.log_prob if return_logprobs else None
-        output = FlowMatchSDEDiscreteSchedulerOutput(step.next_latents, log_prob, step.mean, std)
-        return output if return_dict else tuple(output)
+        output = (step.next_latents, log_prob, step.mean, std)
+        return FlowMatchSDEDiscreteSchedulerOutput(*output) if return_dict else output

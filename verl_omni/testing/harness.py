@@ -83,10 +83,8 @@ class AdapterEngine:
         while self._steps() - start < arrival.after:
             await asyncio.sleep(0)
         try:
-            outputs: list[Any] = []
-            async for outputs in self._engine.step_streaming(self._request(arrival.request, rollout_burst=burst)):
-                pass
-            return outputs[0]
+            stream = self._engine.step_streaming(self._request(arrival.request, rollout_burst=burst))
+            return [outputs async for outputs in stream][-1][0]
         except Exception as error:
             return error
 
@@ -107,7 +105,7 @@ class AdapterEngine:
         return sum(self.pipeline.stats.batch_sizes.values())
 
     def recompute_log_probs(self, request: RolloutRequest, latents: Tensor) -> Tensor:
-        """Log-probs [n, W] of a recorded trajectory [n, W+1, ...]: the transformer runs again at each recorded latent."""
+        """Log-probs [n, W] of a recorded trajectory [n, W+1, ...]: the transformer runs again at each latent."""
         from vllm_omni.diffusion.forward_context import set_forward_context
         from vllm_omni.diffusion.worker.utils import StepRequestState
 

@@ -5,7 +5,7 @@ Legend: B rows, S image tokens (2×2 latent patches), C packed channels, L text 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 from verl_omni.pipelines.model_base import Ids, VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.qwen_image.frame_decoder import FrameDecoder
 from verl_omni.pipelines.rows import TextBatch
 
 
@@ -22,12 +23,16 @@ class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
     """Token ids include the chat template, whose first tokens are dropped after encoding, as the model was trained."""
 
     default_cfg_scale = 4.0
-    lora_key_map = {"to_out.0": "to_out"}
+    lora_key_map: ClassVar = {"to_out.0": "to_out"}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if self.transformer.guidance_embeds:
             raise NotImplementedError("guidance-distilled Qwen-Image checkpoints have no rollout adapter yet")
+        self.frame_decoder = FrameDecoder(self.vae)
+        config = self.vae.config
+        self._latents_mean = torch.tensor(config.latents_mean, device=self.device).view(-1, 1, 1, 1)
+        self._latents_std = torch.tensor(config.latents_std, device=self.device).view(-1, 1, 1, 1)
 
     def text_to_ids(self, text: str) -> tuple[Ids, ...]:
         return (tuple(self.tokenizer(self.prompt_template_encode.format(text)).input_ids),)
@@ -37,8 +42,8 @@ class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
         length = len(ids[0]) - prefix
         if length < 1:
             raise RequestError(
-                f"the prompt has {len(ids[0])} tokens, of which the first {prefix} are the chat template's and dropped; "
-                "apply the chat template before tokenizing, or give text"
+                f"the prompt has {len(ids[0])} tokens, of which the first {prefix} belong to the chat template and are "
+                "dropped; apply the chat template before tokenizing, or give text"
             )
         if length > max_sequence_length:
             raise RequestError(
@@ -82,4 +87,5 @@ class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
         return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        return self._decode_latents(latents, *size).output
+        z = self._unpack_latents(latents, *size, self.vae_scale_factor) * self._latents_std + self._latents_mean
+        return self.frame_decoder(z.to(self.vae.dtype))[:, :, 0]

@@ -5,6 +5,8 @@ Legend: B rows, L text tokens (77 CLIP, then the T5 tokens padded to max_sequenc
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
@@ -26,7 +28,7 @@ class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
     default_steps = 28
     default_text_length = 256
     text_limit = 512
-    lora_key_map = {"to_out.0": "to_out"}
+    lora_key_map: ClassVar = {"to_out.0": "to_out"}
 
     def text_to_ids(self, text: str) -> tuple[Ids, ...]:
         clip = [
@@ -51,7 +53,7 @@ class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
             "pooled_prompt_embeds": torch.cat(pooled, dim=-1)[0].to(dtype),
         }
 
-    def _encode_clip(self, ids: Ids, tokenizer, encoder, name: str) -> tuple[Tensor, Tensor]:
+    def _encode_clip(self, ids: Ids, tokenizer: Any, encoder: Any, name: str) -> tuple[Tensor, Tensor]:
         tokens = self._padded(ids, self.tokenizer_max_length, tokenizer.pad_token_id, f"CLIP's limit for {name},")
         output = encoder(tokens, output_hidden_states=True)
         return output.hidden_states[-2], output[0]

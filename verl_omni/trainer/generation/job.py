@@ -9,22 +9,26 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.generation.console import own_stderr
 from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
 from verl_omni.trainer.generation.prompts import read_prompts
 from verl_omni.trainer.generation.requests import make_requests
 from verl_omni.trainer.generation.settings import GenerationSettings
-from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, DiffusionSamplingConfig
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
 from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutPlan, resolve_plan
 from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+
+if TYPE_CHECKING:
+    from verl_omni.workers.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +57,16 @@ class GenerationJob:
         requests = make_requests(rows, rollout, negative_prompt=settings.data.negative_prompt)
         check_output_dir(settings.generation)
         check_engine_keys(rollout.engine_options(), engine_keys())
-        architecture = model.resolve_architecture()
         profile = RolloutProfile.load(rollout.profile) if rollout.profile is not None else None
         resolve_plan(rollout, _CAN_ALL)  # contradictions show without the adapter, which takes seconds to import
+        architecture = model.resolve_architecture()
         if rollout.external_lib is not None:
             import_external_lib(rollout.external_lib)
         adapter, capabilities = _adapter(architecture, model.algorithm)
         check_engine_values(rollout.engine_options())
         key = _profile_key(rollout, model.path, requests) if profile is not None else None
         plan = resolve_plan(rollout, capabilities, profile, key=key)
-        for note in (*plan.notes, *_guidance_notes(rollout, requests)):
+        for note in (*plan.notes, *_sampling_notes(rollout, requests)):
             logger.warning(note)
         return cls(settings=settings, requests=requests, plan=plan, adapter=adapter)
 
@@ -92,7 +96,7 @@ class GenerationJob:
                     results[str(result.request_id)] = result
                     progress.update()
                 seconds = time.perf_counter() - start
-            stats = await engine.stats()
+            stats = await _stats(engine)
         ordered = [(request, results[request.request_id]) for request in self.requests]
         report = RunReport(plan=self.plan, stats=stats, seconds=seconds, peak_memory_mb=_peak_memory_mb(ordered))
         columns = rollout.n if rollout.n > 1 else math.ceil(math.sqrt(len(ordered)))
@@ -146,12 +150,16 @@ def _adapter(architecture: str, algorithm: str) -> tuple[str, AdapterCapabilitie
         raise ConfigError(f"actor_rollout_ref.model: {error}") from error
 
 
-def _profile_key(rollout: DiffusionRolloutConfig, model_path: str, requests: list[RolloutRequest]) -> ProfileKey:
+def device_name() -> str:
+    """The device as profiles name it: by its driver's name, "cpu" without one."""
     from vllm_omni.platforms import current_omni_platform
 
     cuda = current_omni_platform.is_cuda_alike()
-    device = current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
-    key = ProfileKey.of(rollout, model=model_path, device=device)
+    return current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
+
+
+def _profile_key(rollout: DiffusionRolloutConfig, model_path: str, requests: list[RolloutRequest]) -> ProfileKey:
+    key = ProfileKey.of(rollout, model=model_path, device=device_name())
     return replace(key, cfg=key.cfg and any(_has_negative(request) for request in requests))
 
 
@@ -159,15 +167,28 @@ def _has_negative(request: RolloutRequest) -> bool:
     return request.negative_prompt is not None or request.negative_prompt_token_ids is not None
 
 
-def _guidance_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutRequest]) -> list[str]:
-    scales = {name: getattr(rollout.pipeline, name) for name in ("true_cfg_scale", "guidance_scale")}
-    asked = [f"{name}={scale:g}" for name, scale in scales.items() if scale is not None and scale > 1]
-    if not asked or any(_has_negative(request) for request in requests):
-        return []
-    return [f"{asked[0]} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"]
+def _sampling_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutRequest]) -> Iterator[str]:
+    """What is configured without effect."""
+    if rollout.val_kwargs != DiffusionSamplingConfig():
+        yield "rollout.val_kwargs is for training's validation only; write rollout.n, .seed, .pipeline and .algo"
+    if any(_has_negative(request) for request in requests):
+        return
+    for name in ("true_cfg_scale", "guidance_scale"):
+        scale = getattr(rollout.pipeline, name)
+        if scale is not None and scale > 1:
+            yield f"{name}={scale:g} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"
 
 
-async def _load_lora(engine: Any, path: str, scale: float) -> None:
+async def _stats(engine: RolloutEngine) -> RolloutStats:
+    """The engine's counters; none if it died, which must not lose the samples that it made before."""
+    try:
+        return await engine.stats()
+    except Exception as error:  # a dead engine raises many kinds
+        logger.error("the engine no longer tells what it did: %s", error)
+        return RolloutStats()
+
+
+async def _load_lora(engine: RolloutEngine, path: str, scale: float) -> None:
     try:
         await engine.load_lora(path, scale=scale)
     except (ValueError, RolloutError) as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from verl_omni.workers.config.base import ConfigError, number, text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -68,10 +71,16 @@ class DiffusionModelConfig:
                     f"{self.KEY}.path={self.path!r} holds no model_index.json; give a folder in diffusers layout"
                 )
             return folder / "model_index.json"
-        if folder.is_absolute() or self.path.startswith((".", "~")) or self.path.count("/") != 1:
+        if (
+            folder.is_absolute()
+            or self.path.count("/") != 1
+            or self.path.startswith((".", "~"))
+            or folder.parent.is_dir()
+        ):
             raise ConfigError(f"{self.KEY}.path={self.path!r} is no folder; give a folder in diffusers layout")
         from huggingface_hub import hf_hub_download
 
+        logger.info("%s is no folder here; asking the Hugging Face hub for it", self.path)
         try:
             return Path(hf_hub_download(self.path, "model_index.json"))
         except Exception as error:  # the hub's client raises many kinds; all mean that the model cannot be had

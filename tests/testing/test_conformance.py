@@ -1,0 +1,53 @@
+"""The conformance suite passes the built-in adapters and finds planted faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.testing import broken_adapters
+from verl_omni.pipelines.registry import AdapterRegistry
+from verl_omni.testing.conformance import main, run_conformance
+from verl_omni.workers.rollout.plan import RolloutMode
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")])
+def test_the_built_in_adapters_conform_in_all_modes(request, family, architecture):
+    report = run_conformance(AdapterRegistry.get_pipeline_path(architecture), request.getfixturevalue(f"tiny_{family}"))
+    report.raise_for_failures()
+    assert {result.mode for result in report.results} == {mode.value for mode in RolloutMode}
+    assert len(report.results) == 18
+
+
+@pytest.mark.parametrize(
+    ("adapter", "check"),
+    [
+        (broken_adapters.SharedNoise, "repeatability"),
+        (broken_adapters.SharedNoise, "equals solo"),
+        (broken_adapters.FirstScaleForAll, "equals solo"),
+        (broken_adapters.RoundedLatents, "log-prob recomputation"),
+        (broken_adapters.FailsTogether, "fault isolation"),
+    ],
+)
+def test_a_planted_fault_is_found(tiny_qwen, reports, adapter, check):
+    if adapter not in reports:
+        reports[adapter] = run_conformance(adapter, tiny_qwen, modes=[RolloutMode.REQUEST_LEVEL])
+    report = reports[adapter]
+    found = {result.check for result in report.results if result.failures and result.mode == "request_level"}
+    assert check in found
+    with pytest.raises(AssertionError, match=f"{adapter.__name__} does not conform"):
+        report.raise_for_failures()
+    assert "FAILED" in str(report)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    return {}
+
+
+def test_from_the_command_line_a_failure_is_exit_status_one(tiny_qwen, capsys, monkeypatch):
+    monkeypatch.setattr("verl_omni.testing.conformance.CHECKS", ("repeatability",))
+    name = f"{broken_adapters.SharedNoise.__module__}.SharedNoise"
+    assert main([name, str(tiny_qwen), "--modes", "serial"]) == 1
+    assert "not the same bytes" in capsys.readouterr().out

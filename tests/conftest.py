@@ -4,10 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fails at once
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # logs go to pytest, and stdout is left alone
+
+
+settings.register_profile("no deadline", deadline=None)  # a loaded machine is no fault of the code
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

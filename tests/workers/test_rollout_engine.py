@@ -91,9 +91,12 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module", params=MODES, ids=lambda param: f"{param[0]}-{param[1].value}")
 def live(request, runner, tiny_qwen) -> Iterator[tuple[RolloutEngine, str]]:
     executor, mode = request.param
-    engine = runner.run(
-        RolloutEngine.start(model_path=tiny_qwen, plan=plan(mode), adapter=ADAPTER, dtype="float32", executor=executor)
+    started = RolloutEngine.start(
+        model_path=tiny_qwen, plan=plan(mode), adapter=ADAPTER, dtype="float32", executor=executor
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # a worker process whose threads spin gets nowhere on a busy machine
+        engine = runner.run(started)
     yield engine, executor
     runner.run(engine.close())
 
@@ -169,6 +172,17 @@ def test_unlike_requests_share_one_wave(engine, run):
     together, stats, alone = run(scenario())
     assert dict(stats.batch_sizes) == {5: 4} and stats.waves == 1
     assert all(same(together[sample.request_id], sample) for sample in alone)
+
+
+def test_a_burst_of_two_sizes_batches_each(engine, run):
+    async def scenario():
+        await engine.stats(reset=True)
+        samples = await collect(engine, [ask(str(i), width=(64, 32)[i % 2]) for i in range(CAP)])
+        return samples, await engine.stats()
+
+    samples, stats = run(scenario())
+    assert dict(stats.batch_sizes) == {CAP // 2: 8} and stats.waves == 2
+    assert [samples[str(i)].images.shape[-1] for i in range(CAP)] == [64, 32, 64, 32]
 
 
 @pytest.mark.parametrize(

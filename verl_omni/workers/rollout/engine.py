@@ -115,7 +115,10 @@ class RolloutEngine:
         """
         fresh = {request.request_id for request in requests} - self._flights.keys()
         burst = (uuid.uuid4().hex, len(fresh))
-        tasks = [asyncio.create_task(self._settle(request, burst)) for request in requests]
+        # The engine's queue is first come, first served, and a batch ends where the image size changes.
+        sizes = list(dict.fromkeys((request.height, request.width) for request in requests))
+        ordered = sorted(requests, key=lambda request: sizes.index((request.height, request.width)))
+        tasks = [asyncio.create_task(self._settle(request, burst)) for request in ordered]
         try:
             for finished in asyncio.as_completed(tasks):
                 yield await finished

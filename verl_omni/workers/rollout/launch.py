@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,12 @@ if TYPE_CHECKING:
 
 ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
 WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
-EVENT_DRIVEN = "VLLM_OMNI_EVENT_DRIVEN_ORCH"
-"""Environment variable of the engine: results wake their reader, which otherwise asks every millisecond."""
 
 
 def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
     """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`."""
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-    os.environ.setdefault(EVENT_DRIVEN, "1")
     spawning = arguments["distributed_executor_backend"] == "mp"
     context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
     with context:

@@ -24,6 +24,7 @@ import torch
 
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.testing.tiny_models import build
+from verl_omni.utils.console import own_stdout
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
@@ -104,11 +105,16 @@ def main() -> None:
         rows = [asyncio.run(measure(model, mode, args)) for mode in RolloutMode]
     result = record(args, rows)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'mode':<14} {'seconds':>8} {'images/s':>9} {'x serial':>9}  rows in a forward: forwards")
+    say(f"{'mode':<14} {'seconds':>8} {'images/s':>9} {'x serial':>9}  rows in a forward: forwards")
     for row in rows:
         sizes = ", ".join(f"{size}: {n}" for size, n in row["batch_sizes"].items())
-        print(f"{row['mode']:<14} {row['seconds']:8.3f} {row['images_per_s']:9.1f} {row['times_serial']:9.2f}  {sizes}")
-    print(f"written to {args.out}")
+        say(f"{row['mode']:<14} {row['seconds']:8.3f} {row['images_per_s']:9.1f} {row['times_serial']:9.2f}  {sizes}")
+    say(f"written to {args.out}")
+
+
+def say(line: str) -> None:
+    """A line without the name that an engine in this process puts before it."""
+    print(line, file=own_stdout())
 
 
 if __name__ == "__main__":

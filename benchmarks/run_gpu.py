@@ -29,6 +29,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from benchmarks import full_size  # noqa: E402
 from verl_omni.testing import tiny_models  # noqa: E402
+from verl_omni.utils.console import own_stdout  # noqa: E402
 from verl_omni.workers.rollout.engine import RolloutEngine  # noqa: E402
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan  # noqa: E402
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample  # noqa: E402
@@ -168,13 +169,18 @@ def main() -> None:
         "rows": rows,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{'mode':<14} {'cap':>4} {'images/s':>9} {'of peak':>8} {'GiB':>6} {'first s':>8}")
+    say(f"{'mode':<14} {'cap':>4} {'images/s':>9} {'of peak':>8} {'GiB':>6} {'first s':>8}")
     for row in rows:
-        print(
+        say(
             f"{row['mode']:<14} {row['max_num_seqs']:4} {row['images_per_s']:9.3f} {row['share_of_peak']:8.1%} "
             f"{row['peak_memory_gib']:6.1f} {row['first_burst_s']:8.1f}"
         )
-    print(f"matrix peak {peak:.0f} TFLOP/s; written to {args.out}")
+    say(f"matrix peak {peak:.0f} TFLOP/s; written to {args.out}")
+
+
+def say(line: str) -> None:
+    """A line without the name that an engine in this process puts before it."""
+    print(line, file=own_stdout())
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def prepare(tmp_path: Path, tiny_qwen: Path, caplog: pytest.LogCaptureFixture, m
                 job = GenerationJob.prepare(compose([*fixed, *lib, *overrides]))
             except ConfigError as error:
                 return [str(error)]
-        return [*caplog.messages, job.plan.reason]
+        return [*caplog.messages, *job.plan.notes, job.plan.reason]
 
     return run
 
@@ -178,6 +178,7 @@ def test_messages_of_a_run_that_starts_read_as_the_page_shows_them(prepare, tmp_
         [f"{ROLLOUT}.step_execution=true", f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms=5"],
         [f"{ROLLOUT}.batching_mode=auto", f"{ROLLOUT}.profile={tmp_path / 'profile.json'}"],
         [f"{ROLLOUT}.pipeline.true_cfg_scale=4"],
+        [f"{ROLLOUT}.pipeline.guidance_scale=4"],
         [f"{ROLLOUT}.step_execution=true", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8"],
     ]
     messages = [message for attempt in attempts for message in prepare(*attempt)]

@@ -176,6 +176,7 @@ BAD = {
     "cps noise": (dict(noise_level=1.5, sde_type="cps"), "above 1"),
     "output type": (dict(output_type="gif"), "use one of pt, latent"),
     "seed": (dict(seed="one"), "seed must be"),
+    "guidance": (dict(guidance_scale="strong"), "guidance_scale must be a finite number"),
     "negative seed": (dict(seed=-1), "seed"),
     "no outputs": (dict(num_outputs_per_prompt=0), "num_outputs_per_prompt=0 must be at least 1"),
     "logprobs": (dict(logprobs="yes"), "logprobs must be true or false"),

@@ -12,7 +12,9 @@ from verl_omni.workers.rollout.plan import RolloutMode
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize(("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")])
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")]
+)
 def test_the_built_in_adapters_conform_in_all_modes(request, family, architecture):
     report = run_conformance(AdapterRegistry.get_pipeline_path(architecture), request.getfixturevalue(f"tiny_{family}"))
     report.raise_for_failures()
@@ -46,8 +48,8 @@ def reports():
     return {}
 
 
-def test_from_the_command_line_a_failure_is_exit_status_one(tiny_qwen, capsys, monkeypatch):
+def test_from_the_command_line_a_failure_is_exit_status_one(tiny_qwen, capfd, monkeypatch):
     monkeypatch.setattr("verl_omni.testing.conformance.CHECKS", ("repeatability",))
     name = f"{broken_adapters.SharedNoise.__module__}.SharedNoise"
     assert main([name, str(tiny_qwen), "--modes", "serial"]) == 1
-    assert "not the same bytes" in capsys.readouterr().out
+    assert "not the same bytes" in capfd.readouterr().out

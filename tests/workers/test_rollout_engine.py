@@ -192,7 +192,7 @@ def test_a_burst_of_two_sizes_batches_each(engine, run):
         ({"num_inference_steps": 0}, "num_inference_steps"),
         ({"seed": "seven"}, "seed"),
         ({"prompt_token_ids": None}, "prompt"),
-        ({"guidance_scale": "high"}, "str"),
+        ({"guidance_scale": "high"}, "guidance_scale must be a finite number"),
     ],
 )
 def test_a_bad_request_fails_alone(engine, run, knobs, message):

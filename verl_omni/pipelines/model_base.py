@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from vllm_omni.diffusion.request import OmniDiffusionRequest
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.diffusion.worker.utils import StepRequestState
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,13 @@ class VllmOmniPipelineBase(AdapterRegistry):
         """Classifier-free guidance of velocities [B, ...] with one `scale` a row, [B, 1, …]."""
         return uncond + scale * (cond - uncond)
 
+    def conditions(self, sampling: OmniDiffusionSamplingParams) -> PromptEmbeds:
+        """What the transformer takes of a request beside its text, a tensor each; stacked into ``text.extra``.
+
+        Raises :class:`RequestError`.
+        """
+        return {}
+
     def schedule(self, steps: int, image_tokens: int) -> tuple[Tensor, Tensor]:
         """Timesteps [T] in 0–1000 and sigmas [T+1] for an image of so many tokens; by default the stock pipeline's."""
         timesteps, _ = self.prepare_timesteps(steps, None, image_tokens)
@@ -155,6 +163,7 @@ class VllmOmniPipelineBase(AdapterRegistry):
         if cond is None:
             raise RequestError("the request has no prompt: give prompt (text) or prompt_token_ids")
         uncond = self._embed(prompt, params, negative=True) if params.cfg_scale > 1 else None
+        own = self.conditions(state.sampling)
         latents, rows = [], []
         for i in range(params.num_outputs):
             generator = torch.Generator(device=self.device).manual_seed(row_seed(params.seed, i))
@@ -163,7 +172,12 @@ class VllmOmniPipelineBase(AdapterRegistry):
         state.latents = torch.stack(latents)
         state.timesteps, _ = self._tables.schedule(params.num_inference_steps, tokens)
         state.step_index = 0
-        state.extra["rollout"] = Rollout(params=params, rows=rows, cond=cond, uncond=uncond)
+        state.extra["rollout"] = Rollout(
+            params=params,
+            rows=rows,
+            cond={**cond, **own},
+            uncond=None if uncond is None else {**uncond, **own},
+        )
         # The engine refuses to assemble requests that differ in these; here guidance is a matter of each row.
         state.do_true_cfg, state.sampling.true_cfg_scale, state.sampling.cfg_normalize = False, None, False
         return state
@@ -242,7 +256,7 @@ class VllmOmniPipelineBase(AdapterRegistry):
             try:
                 return stage(states[i], *args)
             except Exception as error:
-                logger.warning("request %s failed: %s", states[i].request_id, error)
+                logger.debug("request %s failed", states[i].request_id, exc_info=error)
                 outputs[i] = DiffusionOutput.from_exception(error)
 
         for i in range(len(states)):

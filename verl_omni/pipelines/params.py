@@ -73,7 +73,7 @@ class RolloutParams:
         limit = _integer("max_sequence_length", sampling.max_sequence_length, default_text_length, low=1)
         if limit > text_limit:
             raise RequestError(f"max_sequence_length={limit} is above this model's limit of {text_limit}")
-        noise_level = _number("noise_level", extra.get("noise_level"), 0.7, low=0.0)
+        noise_level = check_number("noise_level", extra.get("noise_level"), 0.7, low=0.0)
         sde_type = _one_of("sde_type", extra.get("sde_type"), "sde", SDE_TYPES)
         if sde_type == "cps" and noise_level > 1:
             raise RequestError(f"noise_level={noise_level} is above 1, which sde_type='cps' does not define")
@@ -86,7 +86,7 @@ class RolloutParams:
             num_inference_steps=_integer("num_inference_steps", sampling.num_inference_steps, default_steps, low=1),
             num_outputs=_integer("num_outputs_per_prompt", sampling.num_outputs_per_prompt, 1, low=1),
             seed=_integer("seed", sampling.seed, None, low=0, high=2**63 - 1),
-            cfg_scale=_number(cfg_key, cfg_scale, default_cfg_scale),
+            cfg_scale=check_number(cfg_key, cfg_scale, default_cfg_scale),
             max_sequence_length=limit,
             output_type=_one_of("output_type", sampling.output_type, "pt", OUTPUT_TYPES),
             noise_level=noise_level,
@@ -166,7 +166,8 @@ def _integer(name: str, value: Any, default: int | None, *, low: int, high: int 
     return number
 
 
-def _number(name: str, value: Any, default: float, *, low: float = -math.inf) -> float:
+def check_number(name: str, value: Any, default: float, *, low: float = -math.inf) -> float:
+    """`value`, or `default` for None. Raises :class:`RequestError` if it is no finite number of at least `low`."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:

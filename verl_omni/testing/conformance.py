@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from verl_omni.testing.harness import AdapterEngine, Arrival
+from verl_omni.utils.console import own_stdout
 from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
 
@@ -316,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--modes", nargs="+", type=RolloutMode, choices=list(RolloutMode), help="all by default")
     args = parser.parse_args(argv)
     report = run_conformance(args.adapter, args.model, size=args.size, atol=args.atol, modes=args.modes)
-    print(report)
+    print(report, file=own_stdout())
     return 1 if report.failures else 0
 
 

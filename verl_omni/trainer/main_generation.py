@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_omni.trainer.generation.console import own_stderr
+from verl_omni.utils.console import own_stderr
 from verl_omni.workers.config import ConfigError
 
 CONFIG_DIR = Path(__file__).parent / "config"

@@ -5,7 +5,7 @@ Legend: B rows, L text tokens (77 CLIP, then the T5 tokens padded to max_sequenc
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
     default_steps = 28
     default_text_length = 256
     text_limit = 512
-    lora_key_map: ClassVar = {"to_out.0": "to_out"}
 
     def text_to_ids(self, text: str) -> tuple[Ids, ...]:
         clip = [

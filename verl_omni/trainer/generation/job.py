@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
-from verl_omni.trainer.generation.console import own_stderr
 from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
 from verl_omni.trainer.generation.prompts import read_prompts
 from verl_omni.trainer.generation.requests import make_requests
 from verl_omni.trainer.generation.settings import GenerationSettings
+from verl_omni.utils.console import own_stderr
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, DiffusionSamplingConfig
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
@@ -62,13 +62,13 @@ class GenerationJob:
         architecture = model.resolve_architecture()
         if rollout.external_lib is not None:
             import_external_lib(rollout.external_lib)
-        adapter, capabilities = _adapter(architecture, model.algorithm)
+        adapter, path = _adapter(architecture, model.algorithm)
         check_engine_values(rollout.engine_options())
         key = _profile_key(rollout, model.path, requests) if profile is not None else None
-        plan = resolve_plan(rollout, capabilities, profile, key=key)
-        for note in (*plan.notes, *_sampling_notes(rollout, requests)):
+        plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key)
+        for note in _sampling_notes(rollout, requests, adapter):
             logger.warning(note)
-        return cls(settings=settings, requests=requests, plan=plan, adapter=adapter)
+        return cls(settings=settings, requests=requests, plan=plan, adapter=path)
 
     async def run(self) -> bool:
         """Generate and write everything; whether all requests succeeded. Raises what the engine raises at its start."""
@@ -140,12 +140,13 @@ def import_external_lib(name: str) -> None:
         raise ConfigError(f"{key}: the module name {module_name} already means {found}; rename the file")
 
 
-def _adapter(architecture: str, algorithm: str) -> tuple[str, AdapterCapabilities]:
+def _adapter(architecture: str, algorithm: str) -> tuple[type, str]:
+    """The adapter class and its import path."""
     from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 
     try:
-        capabilities = AdapterCapabilities.of(VllmOmniPipelineBase.get_class(architecture, algorithm))
-        return VllmOmniPipelineBase.get_pipeline_path(architecture, algorithm), capabilities
+        adapter = VllmOmniPipelineBase.get_class(architecture, algorithm)
+        return adapter, VllmOmniPipelineBase.get_pipeline_path(architecture, algorithm)
     except ValueError as error:
         raise ConfigError(f"actor_rollout_ref.model: {error}") from error
 
@@ -167,16 +168,20 @@ def _has_negative(request: RolloutRequest) -> bool:
     return request.negative_prompt is not None or request.negative_prompt_token_ids is not None
 
 
-def _sampling_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutRequest]) -> Iterator[str]:
+def _sampling_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutRequest], adapter: type) -> Iterator[str]:
     """What is configured without effect."""
+    from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
     if rollout.val_kwargs != DiffusionSamplingConfig():
         yield "rollout.val_kwargs is for training's validation only; write rollout.n, .seed, .pipeline and .algo"
-    if any(_has_negative(request) for request in requests):
-        return
-    for name in ("true_cfg_scale", "guidance_scale"):
-        scale = getattr(rollout.pipeline, name)
-        if scale is not None and scale > 1:
-            yield f"{name}={scale:g} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"
+    cfg_key = getattr(adapter, "cfg_key", None)
+    scale = None if cfg_key is None else getattr(rollout.pipeline, cfg_key)
+    if scale is not None and scale > 1 and not any(_has_negative(request) for request in requests):
+        yield f"{cfg_key}={scale:g} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"
+    other = "guidance_scale" if cfg_key == "true_cfg_scale" else "true_cfg_scale"
+    plain = getattr(adapter, "conditions", None) is VllmOmniPipelineBase.conditions  # no hook that may read the other
+    if plain and getattr(rollout.pipeline, other) is not None:
+        yield f"rollout.pipeline.{other} has no effect: {adapter.__name__} takes its guidance scale from {cfg_key}"
 
 
 async def _stats(engine: RolloutEngine) -> RolloutStats:

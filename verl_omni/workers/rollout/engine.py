@@ -156,7 +156,7 @@ class RolloutEngine:
     async def update_weights(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
         """Replace all weights of the transformer; returns how many tensors that were.
 
-        Names are those of the diffusers checkpoint after ``transformer.``. A loaded LoRA stays on top. Raises
+        Names are those of the diffusers checkpoint, prefixed with ``transformer.``. A loaded LoRA stays on top. Raises
         :class:`RolloutError` naming the first unknown, missing or misshapen weight; the old policy serves on then.
         """
         async with in_thread(staged_weights(named_tensors)) as path, self._change():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,10 +15,22 @@ ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
 WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
 
 
+_REQUEST_ERRORS = {
+    "vllm_omni.diffusion.inline_stage_diffusion_client": "Diffusion request",
+    "vllm_omni.diffusion.worker.diffusion_model_runner": "Stepwise",
+    "vllm_omni.entrypoints.async_omni": "[AsyncOmni] Orchestrator error",
+}
+"""Logger → start of its messages about one failed request, tracebacks included; the RolloutError says it better."""
+
+
 def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
     """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`."""
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+    for name, start in _REQUEST_ERRORS.items():
+        log = logging.getLogger(name)
+        if not any(isinstance(present, _Drop) for present in log.filters):
+            log.addFilter(_Drop(start))
     spawning = arguments["distributed_executor_backend"] == "mp"
     context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
     with context:
@@ -49,6 +62,15 @@ def engine_arguments(
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
     return {**defaults, **engine_kwargs, **chosen, **ours}
+
+
+class _Drop(logging.Filter):
+    def __init__(self, start: str) -> None:
+        super().__init__()
+        self._start = start
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(self._start)
 
 
 @contextmanager

@@ -82,7 +82,13 @@ class RolloutRequest:
     """Record the trajectory and its log-probs."""
 
     def to_engine(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The engine's prompt and keyword arguments of its sampling parameters; what is None is left out."""
+        """The engine's prompt and keyword arguments of its sampling parameters; what is None is left out.
+
+        Raises RequestError for a guidance scale that is no number: the engine compares it before the adapter sees it.
+        """
+        from verl_omni.pipelines.params import check_number
+
+        check_number("guidance_scale", self.guidance_scale, 1.0)
         groups: dict[str, dict[str, Any]] = {"prompt": {}, "sampling": {}, "extra_args": {}}
         for knob in fields(self):
             value = getattr(self, knob.name)

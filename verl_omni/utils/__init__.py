@@ -1,0 +1,1 @@
+"""What every layer may use; imports nothing else of verl_omni."""

@@ -1,0 +1,25 @@
+"""Where a person reads what happens."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TextIO
+
+
+def own_stdout() -> TextIO:
+    """Standard output, but not `sys.stdout`: an engine in this process puts its name before each line of that."""
+    return _own(1, sys.stdout)
+
+
+def own_stderr() -> TextIO:
+    """Standard error, in the same way."""
+    return _own(2, sys.stderr)
+
+
+@functools.cache
+def _own(descriptor: int, fallback: TextIO) -> TextIO:
+    try:
+        return open(descriptor, "w", closefd=False, buffering=1, errors="backslashreplace")
+    except OSError:  # closed
+        return fallback

@@ -144,6 +144,15 @@ def test_nothing_is_recorded_where_nothing_is_stochastic(engine, ask, knobs):
     assert output.images[0].float().std() > 0
 
 
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+def test_rows_of_a_request_record_equally_many_steps_wherever_their_windows_lie(engine, ask, sde_type):
+    knobs = dict(sde_type=sde_type, num_outputs_per_prompt=3, sde_window_size=2, sde_window_range=(0, 5))
+    outputs = engine.run(*(ask(seed=seed, num_inference_steps=6, **knobs) for seed in range(4)))
+    windows = [tuple(w) for o in outputs for w in o.multimodal_output["metadata"]["rl"]["sde_window"]]
+    assert len(set(windows)) > 1
+    assert all(output.trajectory_log_probs.shape == (3, 2) for output in outputs)
+
+
 def test_one_step_works(engine, ask):
     output = engine.run(ask(num_inference_steps=1))[0]
     assert output.images[0].shape == (1, 3, 64, 64)
@@ -162,6 +171,19 @@ BAD = {
         "prompt_mask has 1 entries for the 40 tokens",
     ),
     "prompt is no text": (dict(prompt=3), "prompt must be a string"),
+    "mask without ids": (dict(prompt_mask=[1, 1]), "prompt_mask is given without prompt_token_ids"),
+    "ids are one number": (
+        dict(prompt_token_ids=5, prompt_token_ids_2=[1], prompt_token_ids_3=[1]),
+        "one row of integers",
+    ),
+    "window range alone": (dict(sde_window_range=(0, 2)), "without sde_window_size"),
+    "cps window on the last step": (
+        dict(sde_type="cps", sde_window_size=2, sde_window_range=(1, 4)),
+        "draws no noise on its last step.*\\[1, 3\\]",
+    ),
+    "too many steps": (dict(num_inference_steps=10**6), "must be at most 1000"),
+    "too many outputs": (dict(num_outputs_per_prompt=10**6), "must be at most 128"),
+    "too large": (dict(height=2**20), "must be at most 8192"),
     "long prompt": (dict(prompt="word " * 400, max_sequence_length=20), "tokens"),
     "limit above the model's": (dict(max_sequence_length=99999), "above this model's limit"),
     "odd height": (dict(height=65), "multiples of 16"),
@@ -185,13 +207,24 @@ BAD = {
 
 def test_a_bad_request_fails_alone_and_says_what_to_write(engine, ask):
     good = [ask(seed=seed) for seed in (1, 2, 3)]
-    outputs = engine.run(*good, *(ask(**knobs) for knobs, _ in BAD.values()))
+    foreign = ("_2", "_3") if engine.pipeline.num_encoders == 1 else ()
+    asked = [
+        {key: value for key, value in knobs.items() if not key.endswith(foreign or "-")} for knobs, _ in BAD.values()
+    ]
+    outputs = engine.run(*good, *(ask(**knobs) for knobs in asked))
     for request, output in zip(good, outputs[:3], strict=True):
         assert same(output, engine.run(request)[0])
     for (name, (_, message)), output in zip(BAD.items(), outputs[3:], strict=True):
         assert isinstance(output, Exception), name
         with pytest.raises(type(output), match=message):
             raise output
+
+
+def test_ids_for_an_encoder_that_is_not_there_or_not_for_all_that_are_name_it(engine, ask):
+    one = engine.pipeline.num_encoders == 1
+    extra = engine.run(ask(prompt_token_ids=[9] * 40, prompt_token_ids_2=[1]))[0]
+    message = "prompt_token_ids_2 is given, but this model has 1" if one else "for all 3 text encoders"
+    assert message in str(extra)
 
 
 def test_a_row_that_turns_nan_is_an_error_and_not_a_black_image(engine, ask, monkeypatch):
@@ -267,6 +300,27 @@ def test_a_burst_runs_as_one_batch(engine, ask):
     serial = engine.mode is RolloutMode.SERIAL
     assert dict(stats.batch_sizes) == ({1: 32} if serial else {8: 4})
     assert stats.waves == (8 if serial else 1)
+
+
+def test_a_batch_of_two_sizes_with_as_many_tokens_comes_out_right(engine, ask):
+    """Called from outside our scheduler, which would keep them apart."""
+    from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+
+    requests = [ask(height=64, width=128), ask(height=128, width=64)]
+    want = [engine.run(request)[0] for request in requests]
+    outputs = engine.call(lambda: engine.pipeline.forward(DiffusionRequestBatch([engine.request(r) for r in requests])))
+    for request, output, expected in zip(requests, outputs, want, strict=True):
+        assert output.output["payload"]["image"].shape == (1, 3, request.height, request.width)
+        torch.testing.assert_close(output.trajectory_latents, expected.trajectory_latents, atol=1e-5, rtol=0)
+
+
+def test_nothing_of_a_finished_batch_stays_on_the_device(engine, ask):
+    engine.run(ask(), ask(seed=2))
+    assert engine.pipeline._batch is None
+    engine.pipeline.release()
+    engine.pipeline.stats.reset()
+    engine.run(ask())
+    assert engine.pipeline.stats.encodes_computed == 1
 
 
 def test_rows_per_forward_bounds_the_forward_and_not_the_result(engine, ask, monkeypatch):

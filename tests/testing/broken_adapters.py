@@ -38,3 +38,31 @@ class FailsTogether(QwenImageRollout):
 
     def _velocity(self, batch):
         return self.guided_velocity(batch)
+
+
+class RoundedTimesteps(QwenImageRollout):
+    """Casts timesteps to the model's dtype, as latents are."""
+
+    def predict_velocity(self, latents, timesteps, text, size):
+        return super().predict_velocity(latents, timesteps.to(self.od_config.dtype), text, size)
+
+
+class SharedStorage(QwenImageRollout):
+    """Hands out views of the whole batch's tensors."""
+
+    def post_decode(self, state, **kwargs):
+        output = super().post_decode(state, **kwargs)
+        output.output["payload"]["image"] = state.extra["rollout"].media
+        return output
+
+
+class NeverEncodes(QwenImageRollout):
+    """Fails for every request before its first step, but for the engine's own at its start."""
+
+    started = False
+
+    def encode(self, ids, max_sequence_length):
+        if self.started:
+            raise RuntimeError("planted")
+        self.started = True
+        return super().encode(ids, max_sequence_length)

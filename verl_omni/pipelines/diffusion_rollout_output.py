@@ -43,7 +43,7 @@ def rollout_output(
         trajectory_latents=_owned(trajectory_latents),
         trajectory_log_probs=_owned(trajectory_log_probs),
         trajectory_timesteps=_owned(trajectory_timesteps),
-        trajectory_decoded=trajectory_decoded,
+        trajectory_decoded=_owned(trajectory_decoded),
         to_cpu=to_cpu,
     )
 
@@ -61,7 +61,7 @@ def with_rollout_data(
     metadata: Mapping[str, Any] | None = None,
     to_cpu: bool = True,
 ) -> DiffusionOutput:
-    """`base`, as a stock pipeline returns it, with rollout data added; its other fields stay as they are."""
+    """`base`, as a stock pipeline returns it, with rollout data added; what is not given stays as it is."""
     added = rollout_output(
         media=base.output,
         media_key=media_key,
@@ -75,7 +75,8 @@ def with_rollout_data(
         to_cpu=to_cpu,
     )
     fields = ("output", "trajectory_latents", "trajectory_log_probs", "trajectory_timesteps", "trajectory_decoded")
-    return dataclasses.replace(base, **{name: getattr(added, name) for name in fields}, to_cpu=to_cpu)
+    given = {name: value for name in fields if (value := getattr(added, name)) is not None}
+    return dataclasses.replace(base, **given, to_cpu=to_cpu)
 
 
 def is_rollout_output(output: object) -> bool:
@@ -101,4 +102,4 @@ def _owned(value: Any) -> Any:
         return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
     if isinstance(value, Mapping):
         return {key: _owned(item) for key, item in value.items()}
-    return value
+    return [_owned(item) for item in value] if isinstance(value, list) else value

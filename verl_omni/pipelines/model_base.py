@@ -1,9 +1,8 @@
 """Base class of rollout adapters: the denoising lifecycle of a model, written once, driven in three modes.
 
-An adapter is a stock vLLM-Omni pipeline with this class in front of it and five hooks: turn text into token ids
-(:meth:`~VllmOmniPipelineBase.text_to_ids`), encode one prompt (:meth:`~VllmOmniPipelineBase.encode`), tell the latent
-shape (:meth:`~VllmOmniPipelineBase.latent_shape`), predict a velocity (:meth:`~VllmOmniPipelineBase.predict_velocity`),
-decode (:meth:`~VllmOmniPipelineBase.decode`). The lifecycle is the engine's step protocol::
+An adapter is a stock vLLM-Omni pipeline with this class in front of it and five hooks (:class:`ModelHooks`): turn text
+into token ids (``text_to_ids``), encode one prompt (``encode``), tell the latent shape (``latent_shape``), predict a
+velocity (``predict_velocity``), decode (``decode``). The lifecycle is the engine's step protocol::
 
     prepare_encode(state) ─► [ denoise_step(all states) ─► step_scheduler(state) ] × T ─► post_decode(state)
 
@@ -13,21 +12,24 @@ Step-wise, the engine drives it, one step of all in-flight requests at a time. R
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
+from verl_omni.pipelines.hooks import ModelHooks
+from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
 from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
-from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, TextBatch, rollout_of
+from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
 from verl_omni.pipelines.schedule import StepTables
 from verl_omni.pipelines.stats import RolloutStats
 
@@ -36,46 +38,12 @@ if TYPE_CHECKING:
     from vllm_omni.diffusion.request import OmniDiffusionRequest
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.diffusion.worker.utils import StepRequestState
-    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 logger = logging.getLogger(__name__)
 
-Ids = tuple[int, ...]
 
-
-class VllmOmniPipelineBase(AdapterRegistry):
+class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
     """Put it left of a stock pipeline class: ``class MyRollout(VllmOmniPipelineBase, StockPipeline)``."""
-
-    supports_request_batch: ClassVar[bool] = True
-    """Whether ``forward`` takes several requests; False makes the adapter step-only."""
-    supports_step_execution: ClassVar[bool] = True
-    """Whether the engine may drive the step methods; False makes the adapter request-only."""
-    interrupt: ClassVar[bool] = False
-    """Never: the engine drops an aborted request by itself, and a flag on the pipeline would stop the others too."""
-
-    num_encoders: ClassVar[int] = 1
-    """Text encoders that want token ids of their own."""
-    masks_text: ClassVar[bool] = True
-    """Whether the transformer takes a mask over padded text; if not, only equal text lengths share a forward."""
-    cfg_key: ClassVar[str] = "true_cfg_scale"
-    """The sampling parameter that holds the guidance scale."""
-    default_cfg_scale: ClassVar[float] = 1.0
-    default_steps: ClassVar[int] = 50
-    default_text_length: ClassVar[int] = 1024
-    text_limit: ClassVar[int] = 1024
-    """Most text tokens that the model takes."""
-    decode_rows: ClassVar[int] = 8
-    """Rows that the VAE decodes at once: more gains nothing and costs memory."""
-    lora_key_map: ClassVar[Mapping[str, str]] = {}
-    """Module names in a PEFT adapter → their names in the engine, by suffix."""
-
-    device: torch.device
-    od_config: OmniDiffusionConfig
-    transformer: Any
-    vae: Any
-    vae_scale_factor: int
-    prepare_timesteps: Callable[..., tuple[Tensor, int]]
-    scheduler: Any
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
@@ -86,60 +54,6 @@ class VllmOmniPipelineBase(AdapterRegistry):
         self._tokenize = functools.lru_cache(maxsize=4096)(self.text_to_ids)
         self._tables = StepTables(self.schedule)
 
-    # ---- hooks: what an adapter writes
-
-    def text_to_ids(self, text: str) -> tuple[Ids, ...]:
-        """Token ids of `text`, one tuple an encoder, template included, neither padded nor truncated."""
-        raise NotImplementedError
-
-    def encode(self, ids: tuple[Ids, ...], max_sequence_length: int) -> PromptEmbeds:
-        """Encode one prompt alone: ``prompt_embeds`` [L, D] and any other tensor the transformer takes, unpadded.
-
-        Raises :class:`RequestError` if the prompt is longer than `max_sequence_length` tokens.
-        """
-        raise NotImplementedError
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one image's latents. Raises :class:`RequestError` for a size that the model cannot make."""
-        raise NotImplementedError
-
-    def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
-        """Run the transformer: `latents` [B, ...] float32, `timesteps` [B] float32 in 0–1000, → velocity [B, ...].
-
-        `size` is (height, width) in pixels, the same for all rows.
-        """
-        raise NotImplementedError
-
-    def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
-        """Images [B, 3, H, W] in -1…1 from final `latents` [B, ...] float32."""
-        raise NotImplementedError
-
-    # ---- hooks with a default
-
-    def draw_latents(self, height: int, width: int, generator: torch.Generator) -> Tensor:
-        """Initial noise of one row, of :meth:`latent_shape`, float32; the first draw from the row's generator."""
-        return torch.randn(self.latent_shape(height, width), generator=generator, device=self.device)
-
-    def guide(self, cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
-        """Classifier-free guidance of velocities [B, ...] with one `scale` a row, [B, 1, …]."""
-        return uncond + scale * (cond - uncond)
-
-    def conditions(self, sampling: OmniDiffusionSamplingParams) -> PromptEmbeds:
-        """What the transformer takes of a request beside its text, a tensor each; stacked into ``text.extra``.
-
-        Raises :class:`RequestError`.
-        """
-        return {}
-
-    def schedule(self, steps: int, image_tokens: int) -> tuple[Tensor, Tensor]:
-        """Timesteps [T] in 0–1000 and sigmas [T+1] for an image of so many tokens; by default the stock pipeline's."""
-        timesteps, _ = self.prepare_timesteps(steps, None, image_tokens)
-        return timesteps, self.scheduler.sigmas
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Image tokens, from which a resolution-dependent schedule shifts."""
-        return latent_shape[0]
-
     # ---- lifecycle
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
@@ -147,6 +61,13 @@ class VllmOmniPipelineBase(AdapterRegistry):
 
         Raises :class:`RequestError` saying what to change; the engine ends this request alone.
         """
+        with _told(state):
+            self._prepare(state)
+        # The engine refuses to assemble requests that differ in these; here guidance is a matter of each row.
+        state.do_true_cfg, state.sampling.true_cfg_scale, state.sampling.cfg_normalize = False, None, False
+        return state
+
+    def _prepare(self, state: StepRequestState) -> None:
         params = RolloutParams.read(
             state.sampling,
             cfg_key=self.cfg_key,
@@ -178,9 +99,6 @@ class VllmOmniPipelineBase(AdapterRegistry):
             cond={**cond, **own},
             uncond=None if uncond is None else {**uncond, **own},
         )
-        # The engine refuses to assemble requests that differ in these; here guidance is a matter of each row.
-        state.do_true_cfg, state.sampling.true_cfg_scale, state.sampling.cfg_normalize = False, None, False
-        return state
 
     def denoise_step(
         self, input_batch: Any, *, states: Sequence[StepRequestState] | None = None, **kwargs: Any
@@ -197,7 +115,11 @@ class VllmOmniPipelineBase(AdapterRegistry):
             batch = self._batch = self.gather(states)
         velocity = self._velocity(batch)
         batch.advance(velocity)
-        self._finish([state for state in states if state.step_index + 1 == state.total_steps])
+        ending = [state for state in states if state.step_index + 1 == state.total_steps]
+        if ending:
+            make_media(ending, self.decode, self.decode_rows)
+        if len(ending) == len(states):
+            self._batch = None  # nobody comes back to it, and it holds whole-batch tensors
         return velocity
 
     def step_scheduler(self, state: StepRequestState, noise_pred: Tensor | None, **kwargs: Any) -> None:
@@ -221,25 +143,8 @@ class VllmOmniPipelineBase(AdapterRegistry):
             raise FloatingPointError(
                 "the latents became NaN or infinite while denoising; lower noise_level, or check weights and dtype"
             )
-        embeddings = dict(rollout.cond)
-        if rollout.uncond is not None:
-            embeddings |= {f"negative_{name}": tensor for name, tensor in rollout.uncond.items()}
-        trajectories = [trajectory for row in rollout.rows if (trajectory := row.trajectory()) is not None]
-        latents, log_probs, timesteps = (
-            map(torch.stack, zip(*trajectories, strict=True)) if trajectories else (None,) * 3
-        )
-        return rollout_output(
-            media=rollout.media,
-            trajectory_latents=latents,
-            trajectory_log_probs=log_probs,
-            trajectory_timesteps=timesteps,
-            prompt_embeddings=embeddings,
-            rl={
-                "sde_window": [list(row.window) for row in rollout.rows],
-                "true_cfg": rollout.uncond is not None,
-                "seed": rollout.params.seed,
-            },
-        )
+        with _told(state):
+            return _output(rollout)
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Drive the lifecycle over whole requests: one output a request, in order; errors stay with their request."""
@@ -256,14 +161,14 @@ class VllmOmniPipelineBase(AdapterRegistry):
             try:
                 return stage(states[i], *args)
             except Exception as error:
-                logger.debug("request %s failed", states[i].request_id, exc_info=error)
                 outputs[i] = DiffusionOutput.from_exception(error)
 
         for i in range(len(states)):
             attempt(i, self.prepare_encode)
-        shapes = {i: state.latents.shape[1:] for i, state in enumerate(states) if i not in outputs}
-        for shape in dict.fromkeys(shapes.values()):
-            while live := [i for i in shapes if shapes[i] == shape and i not in outputs]:
+        params = {i: rollout_of(state).params for i, state in enumerate(states) if i not in outputs}
+        sizes = {i: (p.height, p.width) for i, p in params.items()}
+        for size in dict.fromkeys(sizes.values()):
+            while live := [i for i in sizes if sizes[i] == size and i not in outputs]:
                 self.denoise_step(None, states=[states[i] for i in live])
                 for i in live:
                     attempt(i, self.step_scheduler, None)
@@ -276,11 +181,21 @@ class VllmOmniPipelineBase(AdapterRegistry):
         self._prompts.clear()
         return super().load_weights(weights)  # type: ignore[misc]
 
+    def release(self) -> None:
+        """Give back the device memory of cached prompts; called before the engine sleeps, with nothing in flight."""
+        self._prompts.clear()
+        self._batch = None
+
     # ---- the machinery behind it
 
     def _embed(self, prompt: Mapping[str, Any], params: RolloutParams, *, negative: bool) -> PromptEmbeds | None:
         """Embeddings of the request's prompt or negative prompt, from the cache if it can be; None if it has none."""
         side = "negative_prompt" if negative else "prompt"
+        for suffix in ENCODERS[self.num_encoders :]:
+            if prompt.get(f"{side}_token_ids{suffix}") is not None:
+                raise RequestError(
+                    f"{side}_token_ids{suffix} is given, but this model has {self.num_encoders} text encoder(s)"
+                )
         given = [prompt_ids(prompt, negative=negative, encoder=suffix) for suffix in ENCODERS[: self.num_encoders]]
         if all(row is not None for row in given):
             ids = tuple(row for row in given if row is not None)
@@ -308,6 +223,7 @@ class VllmOmniPipelineBase(AdapterRegistry):
             return self.guided_velocity(batch)
         except Exception as error:
             if len(batch.states) == 1:
+                logger.error("the forward of request %s failed", batch.states[0].request_id, exc_info=error)
                 rollout_of(batch.states[0]).error = error
                 return torch.zeros_like(batch.latents)
             logger.warning("a forward over %d requests failed, trying each alone: %s", len(batch.states), error)
@@ -315,9 +231,9 @@ class VllmOmniPipelineBase(AdapterRegistry):
 
     def guided_velocity(self, batch: RowBatch) -> Tensor:
         """Velocity [B, ...] float32 of all rows at their current latents and timesteps, guidance applied."""
+        cond = self._predict(batch, batch.cond)
         for forward in batch.cond:
             self.stats.batch_sizes[forward.size] += 1
-        cond = self._predict(batch, batch.cond)
         if not batch.uncond:
             return cond
         uncond, guided = self._predict(batch, batch.uncond), batch.guided
@@ -338,29 +254,34 @@ class VllmOmniPipelineBase(AdapterRegistry):
             ).float()
         return velocity
 
-    def _finish(self, states: Sequence[StepRequestState]) -> None:
-        """Make the media of requests that took their last step, all together, or each alone if that fails."""
-        for kind in {rollout_of(state).params.output_type for state in states}:
-            self._make_media([state for state in states if rollout_of(state).params.output_type == kind], kind)
 
-    def _make_media(self, states: Sequence[StepRequestState], kind: str) -> None:
-        rollouts = [rollout_of(state) for state in states]
-        latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
-        try:
-            media = latents if kind == "latent" else self._pixels(latents, rollouts[0].params)
-        except Exception as error:
-            if len(states) == 1:
-                rollouts[0].error = rollouts[0].error or error
-                return
-            for state in states:
-                self._make_media([state], kind)
-            return
-        finite = torch.isfinite(latents.flatten(1)).all(1)
-        counts = [len(rollout.rows) for rollout in rollouts]
-        for rollout, rows, ok in zip(rollouts, media.split(counts), finite.split(counts), strict=True):
-            rollout.media, rollout.finite = rows, ok
+@contextlib.contextmanager
+def _told(state: StepRequestState) -> Iterator[None]:
+    """Log the traceback of what is no fault of the request: its error tells only the message."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception:
+        logger.exception("request %s failed", state.request_id)
+        raise
 
-    def _pixels(self, latents: Tensor, params: RolloutParams) -> Tensor:
-        size = (params.height, params.width)
-        images = [self.decode(rows, size) for rows in latents.split(self.decode_rows)]
-        return torch.cat([(image.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8) for image in images])
+
+def _output(rollout: Rollout) -> DiffusionOutput:
+    embeddings = dict(rollout.cond)
+    if rollout.uncond is not None:
+        embeddings |= {f"negative_{name}": tensor for name, tensor in rollout.uncond.items()}
+    trajectories = [trajectory for row in rollout.rows if (trajectory := row.trajectory()) is not None]
+    latents, log_probs, timesteps = map(torch.stack, zip(*trajectories, strict=True)) if trajectories else (None,) * 3
+    return rollout_output(
+        media=rollout.media,
+        trajectory_latents=latents,
+        trajectory_log_probs=log_probs,
+        trajectory_timesteps=timesteps,
+        prompt_embeddings=embeddings,
+        rl={
+            "sde_window": [list(row.window) for row in rollout.rows],
+            "true_cfg": rollout.uncond is not None,
+            "seed": rollout.params.seed,
+        },
+    )

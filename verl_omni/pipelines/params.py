@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 OUTPUT_TYPES = ("pt", "latent")
-EXTRA_KEYS = ("noise_level", "sde_type", "sde_window_size", "sde_window_range", "logprobs", "rollout_burst")
+MAX_STEPS, MAX_OUTPUTS, MAX_EDGE = 1000, 128, 8192
+"""Most steps, images a request, and pixels an edge: far above use, so that a slip of the pen exhausts nothing."""
 ENCODERS = ("", "_2", "_3")
 """Suffixes of the prompt keys of a model's first, second and third text encoder."""
 
@@ -80,19 +81,24 @@ class RolloutParams:
         for name in ("sigmas", "timesteps", "latents"):
             if getattr(sampling, name) is not None:
                 raise RequestError(f"{name} is not supported in rollouts: they follow from the request's other knobs")
+        window_size, window_range = _optional_size(extra.get("sde_window_size")), _range(extra.get("sde_window_range"))
+        if window_range is not None and window_size is None:
+            raise RequestError("sde_window_range is given without sde_window_size; give both or neither")
         return cls(
-            height=_integer("height", sampling.height, default_size, low=1),
-            width=_integer("width", sampling.width, default_size, low=1),
-            num_inference_steps=_integer("num_inference_steps", sampling.num_inference_steps, default_steps, low=1),
-            num_outputs=_integer("num_outputs_per_prompt", sampling.num_outputs_per_prompt, 1, low=1),
+            height=_integer("height", sampling.height, default_size, low=1, high=MAX_EDGE),
+            width=_integer("width", sampling.width, default_size, low=1, high=MAX_EDGE),
+            num_inference_steps=_integer(
+                "num_inference_steps", sampling.num_inference_steps, default_steps, low=1, high=MAX_STEPS
+            ),
+            num_outputs=_integer("num_outputs_per_prompt", sampling.num_outputs_per_prompt, 1, low=1, high=MAX_OUTPUTS),
             seed=_integer("seed", sampling.seed, None, low=0, high=2**63 - 1),
             cfg_scale=check_number(cfg_key, cfg_scale, default_cfg_scale),
             max_sequence_length=limit,
             output_type=_one_of("output_type", sampling.output_type, "pt", OUTPUT_TYPES),
             noise_level=noise_level,
             sde_type=sde_type,
-            sde_window_size=_optional_size(extra.get("sde_window_size")),
-            sde_window_range=_range(extra.get("sde_window_range")),
+            sde_window_size=window_size,
+            sde_window_range=window_range,
             logprobs=_flag("logprobs", extra.get("logprobs", True)),
         )
 
@@ -105,10 +111,12 @@ def prompt_ids(prompt: Mapping[str, Any], *, negative: bool, encoder: str = "") 
     """
     side = "negative_prompt" if negative else "prompt"
     key, ids = _first(prompt, f"{side}_token_ids{encoder}", f"{side}_ids{encoder}")
+    _, mask = _first(prompt, f"{side}_mask{encoder}", f"{side}_attention_mask{encoder}")
     if ids is None:
+        if mask is not None:
+            raise RequestError(f"{side}_mask{encoder} is given without {key}; leave it out, text has no mask")
         return None
     flat = _flat(key, ids)
-    _, mask = _first(prompt, f"{side}_mask{encoder}", f"{side}_attention_mask{encoder}")
     if mask is not None:
         keep = _flat(f"{side}_mask{encoder}", mask)
         if len(keep) != len(flat):
@@ -143,10 +151,10 @@ def _first(prompt: Mapping[str, Any], *keys: str) -> tuple[str, Any]:
 
 
 def _flat(key: str, value: Any) -> list[int]:
-    items = value.tolist() if hasattr(value, "tolist") else list(value)
-    if len(items) == 1 and isinstance(items[0], (list, tuple)):
-        items = list(items[0])
-    if any(isinstance(item, float) or not hasattr(item, "__index__") for item in items):
+    items = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(items, (list, tuple)) and len(items) == 1 and isinstance(items[0], (list, tuple)):
+        items = items[0]
+    if not isinstance(items, (list, tuple)) or not all(hasattr(item, "__index__") for item in items):
         raise RequestError(f"{key} must be one row of integers (a list, a 1-D or a [1, L] tensor)")
     return [operator.index(item) for item in items]
 
@@ -157,12 +165,10 @@ def _integer(name: str, value: Any, default: int | None, *, low: int, high: int 
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise RequestError(f"{name} must be an integer, got {value!r}")
     number = operator.index(value)
-    if number < low or (high is not None and number > high):
-        raise RequestError(
-            f"{name}={number} is out of range; use {low} to {high}"
-            if high
-            else f"{name}={number} must be at least {low}"
-        )
+    if number < low:
+        raise RequestError(f"{name}={number} must be at least {low}")
+    if high is not None and number > high:
+        raise RequestError(f"{name}={number} must be at most {high}")
     return number
 
 

@@ -19,10 +19,15 @@ class AdapterRegistry:
 
     @classmethod
     def register(cls, architecture: str, algorithm: str = "flow_grpo") -> Callable[[T], T]:
-        """Class decorator. Raises ValueError if another class holds the place already."""
+        """Class decorator. Raises ValueError if another class holds the place already.
+
+        A user's class may take the place of a built-in one by registering before that is looked up.
+        """
 
         def decorate(adapter: T) -> T:
             present = cls._adapters.setdefault((architecture, algorithm), adapter)
+            if adapter.__module__ in BUILT_IN and present is not adapter:
+                return adapter  # imported late; a user's adapter has taken its place, as it may
             if (present.__module__, present.__qualname__) != (adapter.__module__, adapter.__qualname__):
                 raise ValueError(
                     f"({architecture!r}, {algorithm!r}) is registered to {_path(present)} already; "

@@ -49,16 +49,18 @@ def collate_prompt_rows(
     for i, value in enumerate(values):
         if value is None:
             raise ValueError(f"prompt {i} has no {field_name} while others do; give it to all of them, or to none")
-        row = torch.as_tensor(value)
+        row = torch.as_tensor(value, device=device)
         row = row[0] if row.ndim == 2 and row.shape[0] == 1 else row
-        if row.ndim != 1:
-            raise ValueError(f"{field_name} of prompt {i} has shape {list(row.shape)}; use a list, [L] or [1, L]")
+        if row.ndim != 1 or not len(row):
+            raise ValueError(
+                f"{field_name} of prompt {i} has shape {list(row.shape)}; use a list, [L] or [1, L], not empty"
+            )
         rows.append(row)
     dtype = rows[0].dtype
     for row in rows[1:]:
         dtype = torch.promote_types(dtype, row.dtype)
     padded = torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True, padding_value=pad_value)
-    return padded.to(device), [len(row) for row in rows]
+    return padded, [len(row) for row in rows]
 
 
 def collate_prompt_mask(

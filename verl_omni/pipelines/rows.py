@@ -176,7 +176,7 @@ class RowBatch:
         """[B] float32 in 0–1000, at full precision."""
         return self._now()[0]
 
-    def advance(self, velocity: Tensor) -> SDEStep:
+    def advance(self, velocity: Tensor) -> None:
         """Take one step for every row with `velocity` [B, ...], record it, and hand each request its next latents."""
         active = [i for i, (row, step) in enumerate(zip(self.rows, self._steps, strict=True)) if row.stochastic[step]]
         step = sde_step(self.latents, velocity, StepCoefficients(*self._now()[1:]), noise=self._noise(active))
@@ -187,7 +187,6 @@ class RowBatch:
         self._steps = [i + 1 for i in self._steps]
         if not self._lockstep:
             self._position += 1
-        return step
 
     def _noise(self, active: list[int]) -> Tensor | None:
         if not active:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl_omni.algorithms.flow_sde import ode_coefficients, sample_sde_window, sde_coefficients
+from verl_omni.algorithms.flow_sde import StepCoefficients, ode_coefficients, sample_sde_window, sde_coefficients
 from verl_omni.pipelines.params import RequestError, RolloutParams
 from verl_omni.pipelines.rows import Row
 
-NOISE = 3
+NOISE = 1 + StepCoefficients._fields.index("noise")
 """Column of the noise's standard deviation in a step table."""
 
 
@@ -38,6 +38,7 @@ class StepTables:
         except ValueError as error:
             raise RequestError(str(error)) from None
         ode, sde = self._tables(steps, image_tokens, params.noise_level, params.sde_type)
+        _check_equal_lengths(params, sde)
         table = torch.cat([ode[:start], sde[start:stop], ode[stop:]])
         stochastic = (table[:, NOISE] > 0).tolist()
         return Row(
@@ -58,3 +59,15 @@ class StepTables:
         ode = ode_coefficients(now, after)
         ode_table, sde_table = (torch.stack([timesteps.double(), *columns], dim=1).float() for columns in (ode, sde))
         return ode_table, sde_table
+
+
+def _check_equal_lengths(params: RolloutParams, sde: Tensor) -> None:
+    """Refuse a window that records one step fewer in some rows than in others, by falling on a step without noise."""
+    size, steps = params.sde_window_size, len(sde)
+    lo, hi = params.sde_window_range or (0, 0)
+    noisy = (sde[lo:hi, NOISE] > 0).tolist()
+    if size is not None and 0 < size < hi - lo and any(noisy) and not all(noisy):
+        raise RequestError(
+            f"sde_type={params.sde_type!r} draws no noise on its last step, on which this window may fall; "
+            f"write sde_window_range=[{lo}, {steps - 1}]"
+        )

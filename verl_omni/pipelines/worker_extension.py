@@ -1,4 +1,4 @@
-"""What the rollout worker adds to the engine's: statistics, checked LoRA loading, whole-policy weight loading.
+"""What the rollout worker adds to the engine's: statistics, checked LoRA and weight loading, an honest sleep.
 
 Both ways of changing the policy are checked before anything changes, because the engine does not: Qwen-Image's loader
 skips a weight it does not know, a LoRA module that exists nowhere in the model is accepted when its last name is known,
@@ -21,6 +21,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 
 TRANSFORMER = "transformer."
@@ -32,6 +33,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     """Mixed into the engine's diffusion worker (``worker_extension_cls``); methods are called by collective RPC."""
 
     if TYPE_CHECKING:
+        device: torch.device
+        od_config: OmniDiffusionConfig
         model_runner: Any
         lora_manager: DiffusionLoRAManager | None
 
@@ -75,6 +78,26 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             check_weights(pipeline, shapes)
             pipeline.load_weights((name, file.get_tensor(name)) for name in names)
         return len(names)
+
+    def check_sleep(self) -> None:
+        """Raises ValueError if going to sleep would free nothing."""
+        check_sleep_mode(self.device, self.od_config.enable_sleep_mode)
+
+    def release_caches(self) -> None:
+        """Drop what the adapter keeps on the device between requests."""
+        self.model_runner.pipeline.release()
+
+
+def check_sleep_mode(device: torch.device, enabled: bool) -> None:
+    """Raises ValueError on an accelerator where sleep mode is off: the engine frees nothing then, and reports success.
+
+    On a CPU there is nothing to free, with or without it.
+    """
+    if device.type != "cpu" and not enabled:
+        raise ValueError(
+            "the engine was started without sleep mode and would free nothing; "
+            "start it with engine_kwargs.vllm_omni.enable_sleep_mode=true"
+        )
 
 
 def lora_layers(pipeline: Any, manager: DiffusionLoRAManager) -> dict[str, tuple[int, int]]:

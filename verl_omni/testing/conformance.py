@@ -15,6 +15,7 @@ log-prob recomputation    running the transformer again at the recorded latents 
 output contract           shapes, dtypes, timesteps, windows, finite values, unpadded embeddings, storage of its own
 repeatability             the same request twice gives the same bytes
 fault isolation           a bad request, and a forward that fails with one request in it, end that request alone
+full precision            with a bfloat16 model, latents stay float32 and timesteps reach the transformer unrounded
 ========================  ==============================================================================================
 
 On a GPU, bfloat16 kernels round differently at other batch shapes: pass a wider `atol` there.
@@ -23,7 +24,6 @@ On a GPU, bfloat16 kernels round differently at other batch shapes: pass a wider
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +33,16 @@ from typing import Any
 
 import torch
 
+from verl_omni.testing.expectations import (
+    contract,
+    difference,
+    facts,
+    failing_forward,
+    full_precision,
+    shape,
+    tensors,
+    workload,
+)
 from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.utils.console import own_stdout
 from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutMode
@@ -102,7 +112,7 @@ def run_conformance(
     name = f"{cls.__module__}.{cls.__qualname__}"
     report = ConformanceReport(adapter=name)
     solo: dict[str, Any] = {}
-    requests = _workload(cls.cfg_key, size)
+    requests = workload(cls.cfg_key, size)
     for mode in modes if modes is not None else AdapterCapabilities.of(cls).modes:
         with AdapterEngine(cls, model, mode) as engine:
             # One request at a time is alone in any mode; the first mode's results are what the others must give too.
@@ -111,33 +121,10 @@ def run_conformance(
             for check in CHECKS:
                 failures = tuple(getattr(suite, check.replace(" ", "_").replace("-", "_"))())
                 report.results.append(CheckResult(check=check, mode=mode.value, failures=failures))
+    with AdapterEngine(cls, model, AdapterCapabilities.of(cls).modes[0], torch.bfloat16) as engine:
+        failures = tuple(full_precision(engine, requests[0]))
+        report.results.append(CheckResult(check="full precision", mode="bfloat16", failures=failures))
     return report
-
-
-def _workload(cfg_key: str, size: int) -> list[RolloutRequest]:
-    """Requests that differ in all that a batch may mix."""
-    texts = ["a red circle", "a blue square on a black background with the words rollout and trajectory in it", "hello"]
-    wide = size + size // 2
-    own: list[dict[str, Any]] = [
-        dict(negative_prompt="blurry", **{cfg_key: 4.0}, sde_window_size=2, sde_window_range=(0, 4)),
-        dict(sde_type="cps", noise_level=0.9),
-        dict(negative_prompt="", **{cfg_key: 2.5}, sde_type="dance_sde", noise_level=0.3),
-        dict(num_inference_steps=3, negative_prompt="blurry", **{cfg_key: 1.0}),
-        dict(num_inference_steps=8, sde_window_size=3, sde_window_range=(2, 8), sde_type="cps"),
-        dict(num_inference_steps=1),
-        dict(num_outputs_per_prompt=2, negative_prompt="a long list of things to keep out of it", **{cfg_key: 6.0}),
-        dict(noise_level=0.0),
-        dict(logprobs=False),
-        dict(sde_window_size=0, sde_window_range=(0, 4)),
-        dict(width=wide, sde_window_size=1, sde_window_range=(0, 4)),
-        dict(width=wide, height=wide, negative_prompt="blurry", **{cfg_key: 4.0}, num_inference_steps=4),
-        dict(output_type="latent"),
-    ]
-    base: dict[str, Any] = dict(height=size, width=size, num_inference_steps=6)
-    return [
-        RolloutRequest(request_id=f"r{i}", **{**base, "prompt": texts[i % 3], "seed": 1000 + i, **knobs})
-        for i, knobs in enumerate(own)
-    ]
 
 
 @dataclass(kw_only=True)
@@ -147,9 +134,16 @@ class _Suite:
     solo: dict[str, Any]
     atol: float
     size: int
+    batched: list[Any] = field(default_factory=list)
+    """Outputs of all requests run together."""
 
     def equals_solo(self) -> Iterator[str]:
-        yield from self._compare(self.requests, self.engine.run(*self.requests))
+        self.engine.pipeline.stats.reset()
+        self.batched = self.engine.run(*self.requests)
+        yield from self._compare(self.requests, self.batched)
+        largest = max(self.engine.pipeline.stats.batch_sizes, default=0)
+        if self.engine.mode is not RolloutMode.SERIAL and largest < 2:
+            yield "nothing was batched: no forward had more than one row"
 
     def order_and_company(self) -> Iterator[str]:
         backwards = self.requests[::-1]
@@ -165,20 +159,22 @@ class _Suite:
             if isinstance(output, Exception) or output.trajectory_latents is None:
                 continue
             again = self.engine.recompute_log_probs(request, output.trajectory_latents)
-            difference = _difference(again, output.trajectory_log_probs)
-            if not difference <= self.atol:
-                yield f"{request.request_id}: recorded and recomputed log-probs differ by {difference:.3g}"
+            apart = difference(again, output.trajectory_log_probs)
+            if not apart <= self.atol:
+                yield f"{request.request_id}: recorded and recomputed log-probs differ by {apart:.3g}"
 
     def output_contract(self) -> Iterator[str]:
-        for request in self.requests:
-            output = self.solo[request.request_id]
+        for request, output in zip(self.requests, self.batched or self.engine.run(*self.requests), strict=True):
             if not isinstance(output, Exception):
-                yield from (f"{request.request_id}: {line}" for line in _contract(request, output))
+                yield from (f"{request.request_id}: {line}" for line in contract(request, output))
 
     def repeatability(self) -> Iterator[str]:
         request = self.requests[0]
         first, second = self.engine.run(request)[0], self.engine.run(request)[0]
-        for name, a, b in _tensors(first, second):
+        if isinstance(first, Exception) or isinstance(second, Exception):
+            yield f"{request.request_id}: failed: {first if isinstance(first, Exception) else second}"
+            return
+        for name, a, b in tensors(first, second):
             if a is not None and (b is None or not torch.equal(a, b)):
                 yield f"{request.request_id}: {name} is not the same bytes the second time"
 
@@ -199,7 +195,7 @@ class _Suite:
             for request, output in zip(bad, outputs[3:], strict=True)
             if not isinstance(output, Exception)
         )
-        with _failing_forward(self.engine.pipeline):
+        with failing_forward(self.engine.pipeline):
             outputs = self.engine.run(*good)
         yield from self._compare(good[1:], outputs[1:])
         if not isinstance(outputs[0], Exception):
@@ -213,88 +209,15 @@ class _Suite:
                     yield f"{request.request_id}: failed {side}: {value}"
             if isinstance(want, Exception) or isinstance(output, Exception):
                 continue
-            for name, a, b in _tensors(output, want):
+            for name, a, b in tensors(output, want):
                 if a is None or b is None or a.shape != b.shape:
                     if a is b is None:
                         continue
-                    yield f"{request.request_id}: {name} is {_shape(a)} here and {_shape(b)} alone"
-                elif not _difference(a, b) <= (1.01 if a.dtype == torch.uint8 else self.atol):
-                    yield f"{request.request_id}: {name} differs by {_difference(a, b):.3g} from the solo run"
-            if _facts(output) != _facts(want):
-                yield f"{request.request_id}: {_facts(output)} here, {_facts(want)} alone"
-
-
-@contextlib.contextmanager
-def _failing_forward(pipeline: Any) -> Iterator[None]:
-    """While it lasts, the transformer fails whenever the first row that it is given is among the rows."""
-    hook = pipeline.predict_velocity
-    poisoned: list[torch.Tensor] = []
-
-    def predict_velocity(latents: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not poisoned:
-            poisoned.append(latents[0].clone())
-        if any(torch.equal(row, poisoned[0]) for row in latents):
-            raise RuntimeError("planted failure")
-        return hook(latents, *args, **kwargs)
-
-    pipeline.predict_velocity = predict_velocity
-    try:
-        yield
-    finally:
-        del pipeline.predict_velocity
-
-
-def _tensors(a: Any, b: Any) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
-    for name in ("trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
-        yield name, getattr(a, name), getattr(b, name)
-    yield "images", a.images[0], b.images[0]
-    left, right = (x.multimodal_output["metadata"]["prompt_embeddings"] for x in (a, b))
-    for name in sorted({*left, *right}):
-        yield name, left.get(name), right.get(name)
-
-
-def _contract(request: RolloutRequest, output: Any) -> Iterator[str]:
-    n, steps = request.num_outputs_per_prompt, request.num_inference_steps or 0
-    media, latents = output.images[0], output.trajectory_latents
-    if request.output_type != "latent" and (
-        media.dtype != torch.uint8 or media.shape != (n, 3, request.height, request.width)
-    ):
-        yield f"images are {media.dtype} {list(media.shape)}, not uint8 {[n, 3, request.height, request.width]}"
-    windows = _facts(output)["sde_window"]
-    width = request.sde_window_size if request.sde_window_size is not None else max(steps - 1, 0)
-    if len(windows) != n or any(stop - start != width or stop > steps for start, stop in windows):
-        yield f"windows {windows} are not {n} of {width} steps in {steps}"
-    silent = request.noise_level == 0.0 or width == 0 or not request.logprobs
-    if silent != (latents is None):
-        yield "records steps that are not stochastic" if silent else "records nothing"
-    if latents is not None:
-        recorded = output.trajectory_log_probs.shape[1]
-        if latents.shape[:2] != (n, recorded + 1) or output.trajectory_timesteps.shape != (n, recorded):
-            yield f"trajectory of {list(latents.shape)} with {recorded} log-probs"
-        for name in ("trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
-            tensor = getattr(output, name)
-            if tensor.dtype != torch.float32 or not bool(torch.isfinite(tensor).all()):
-                yield f"{name} is {tensor.dtype} or not finite"
-        falling = output.trajectory_timesteps.diff(dim=1) < 0
-        if not bool(falling.all()) or not bool((output.trajectory_timesteps.abs() <= 1000).all()):
-            yield "timesteps do not fall within 0 to 1000"
-    if n > 1 and latents is not None and torch.equal(latents[0], latents[1]):
-        yield "two rows of one request are twins"
-    for name, tensor, _ in _tensors(output, output):
-        if tensor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
-            yield f"{name} carries a storage larger than itself"
-
-
-def _facts(output: Any) -> dict[str, Any]:
-    return dict(output.multimodal_output["metadata"]["rl"])
-
-
-def _difference(a: Any, b: Any) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-
-
-def _shape(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else str(list(tensor.shape))
+                    yield f"{request.request_id}: {name} is {shape(a)} here and {shape(b)} alone"
+                elif not difference(a, b) <= (1.01 if a.dtype == torch.uint8 else self.atol):
+                    yield f"{request.request_id}: {name} differs by {difference(a, b):.3g} from the solo run"
+            if facts(output) != facts(want):
+                yield f"{request.request_id}: {facts(output)} here, {facts(want)} alone"
 
 
 def _resolve(adapter: str | type) -> type:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,21 @@ class Arrival:
 class AdapterEngine:
     """One live engine; ``with AdapterEngine(...) as engine``. Only one may live in a process at a time."""
 
-    def __init__(self, adapter: type[VllmOmniPipelineBase], model: str | Path, mode: RolloutMode) -> None:
+    def __init__(
+        self,
+        adapter: type[VllmOmniPipelineBase],
+        model: str | Path,
+        mode: RolloutMode,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`dtype` is bfloat16 on an accelerator and float32 on a CPU if not given."""
         from vllm_omni.diffusion.data import OmniDiffusionConfig
         from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 
-        cuda = torch.cuda.is_available()
+        default = torch.bfloat16 if torch.cuda.is_available() else torch.float32
         config = OmniDiffusionConfig.from_kwargs(
             model=str(model),
-            dtype=torch.bfloat16 if cuda else torch.float32,
+            dtype=dtype or default,
             num_gpus=1,
             enforce_eager=True,
             distributed_executor_backend="uni",
@@ -55,6 +62,7 @@ class AdapterEngine:
         self._engine: Any = DiffusionEngine.make_engine(config)
         self._loop = asyncio.new_event_loop()
         self._submitted = itertools.count()
+        self._in_flight = 0
         self.pipeline.stats.reset()
 
     def __enter__(self) -> AdapterEngine:
@@ -75,20 +83,27 @@ class AdapterEngine:
         return self._loop.run_until_complete(self._run(arrivals))
 
     async def _run(self, arrivals: Sequence[Arrival]) -> list[Any]:
-        burst = (f"burst-{id(arrivals)}", sum(arrival.after == 0 for arrival in arrivals))
-        return await asyncio.gather(*(self._one(a, burst if a.after == 0 else None) for a in arrivals))
-
-    async def _one(self, arrival: Arrival, burst: tuple[str, int] | None) -> Any:
+        first = sum(arrival.after == 0 for arrival in arrivals)
+        burst = (f"burst-{next(self._submitted)}", first)
+        self._in_flight = first
         start = self._steps()
-        while self._steps() - start < arrival.after:
+        return await asyncio.gather(*(self._one(a, burst if a.after == 0 else None, start) for a in arrivals))
+
+    async def _one(self, arrival: Arrival, burst: tuple[str, int] | None, start: int) -> Any:
+        # Where nothing is left in flight, the steps that it waits for never come.
+        while self._steps() - start < arrival.after and self._in_flight:
             await asyncio.sleep(0)
+        self._in_flight += burst is None
         try:
-            stream = self._engine.step_streaming(self._request(arrival.request, rollout_burst=burst))
+            stream = self._engine.step_streaming(self.request(arrival.request, rollout_burst=burst))
             return [outputs async for outputs in stream][-1][0]
         except Exception as error:
             return error
+        finally:
+            self._in_flight -= 1
 
-    def _request(self, request: RolloutRequest, **extra_args: Any) -> Any:
+    def request(self, request: RolloutRequest, **extra_args: Any) -> Any:
+        """The engine's own request."""
         from vllm_omni.diffusion.request import OmniDiffusionRequest
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
@@ -106,24 +121,32 @@ class AdapterEngine:
 
     def recompute_log_probs(self, request: RolloutRequest, latents: Tensor) -> Tensor:
         """Log-probs [n, W] of a recorded trajectory [n, W+1, ...]: the transformer runs again at each latent."""
-        from vllm_omni.diffusion.forward_context import set_forward_context
         from vllm_omni.diffusion.worker.utils import StepRequestState
 
-        runner = self._engine.executor.driver_worker.worker.model_runner
-        asked = self._request(request)
+        asked = self.request(request)
         state = StepRequestState(request_id=asked.request_id, prompt=asked.prompt, sampling=asked.sampling_params)
-        log_probs = []
+        return self.call(lambda: self._log_probs(state, latents))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call something of the pipeline as the engine calls it; nothing may be in flight."""
+        from vllm_omni.diffusion.forward_context import set_forward_context
+
+        runner = self._engine.executor.driver_worker.worker.model_runner
         context = set_forward_context(vllm_config=runner.vllm_config, omni_diffusion_config=runner.od_config)
         with torch.inference_mode(), context:
-            self.pipeline.prepare_encode(state)
-            for i, row in enumerate(rollout_of(state).rows):
-                recorded = [step for step, drawn in enumerate(row.stochastic) if drawn]
-                for k, step in enumerate(recorded):
-                    state.latents = latents[:, k].to(self.pipeline.device)
-                    state.step_index = step
-                    velocity = self.pipeline.guided_velocity(self.pipeline.gather([state]))[i : i + 1]
-                    coefficients = StepCoefficients(*row.table[step, 1:].to(velocity.device)[:, None])
-                    taken = latents[i : i + 1, k + 1].to(velocity.device)
-                    step_taken = sde_step(state.latents[i : i + 1], velocity, coefficients, next_latents=taken)
-                    log_probs.append(step_taken.log_prob)
+            return function()
+
+    def _log_probs(self, state: Any, latents: Tensor) -> Tensor:
+        log_probs = []
+        self.pipeline.prepare_encode(state)
+        for i, row in enumerate(rollout_of(state).rows):
+            recorded = [step for step, drawn in enumerate(row.stochastic) if drawn]
+            for k, step in enumerate(recorded):
+                state.latents = latents[:, k].to(self.pipeline.device)
+                state.step_index = step
+                velocity = self.pipeline.guided_velocity(self.pipeline.gather([state]))[i : i + 1]
+                coefficients = StepCoefficients(*row.table[step, 1:].to(velocity.device)[:, None])
+                taken = latents[i : i + 1, k + 1].to(velocity.device)
+                step_taken = sde_step(state.latents[i : i + 1], velocity, coefficients, next_latents=taken)
+                log_probs.append(step_taken.log_prob)
         return torch.cat(log_probs).view(latents.shape[0], -1).cpu()

@@ -23,7 +23,8 @@ class FrameConv(nn.Module):
     def __init__(self, conv: Any) -> None:
         super().__init__()
         left, right, top, bottom, *_ = conv._padding
-        assert left == right and top == bottom and conv.stride[1:] == (1, 1)
+        if left != right or top != bottom or conv.stride[1:] != (1, 1):
+            raise ValueError(f"cannot flatten a convolution with padding {conv._padding} and stride {conv.stride}")
         self.padding = (top, left)
         self.register_buffer("weight", conv.weight.detach()[:, :, -1].contiguous(), persistent=False)
         self.register_buffer("bias", None if conv.bias is None else conv.bias.detach(), persistent=False)

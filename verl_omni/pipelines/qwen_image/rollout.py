@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
-from verl_omni.pipelines.model_base import Ids, VllmOmniPipelineBase
+from verl_omni.pipelines.hooks import Ids
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.qwen_image.frame_decoder import FrameDecoder
@@ -88,4 +89,6 @@ class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         z = self._unpack_latents(latents, *size, self.vae_scale_factor) * self._latents_std + self._latents_mean
-        return self.frame_decoder(z.to(self.vae.dtype))[:, :, 0]
+        whole = not (self.vae.use_tiling or self.vae.use_slicing)
+        decode = self.frame_decoder if whole else lambda z: self.vae.decode(z, return_dict=False)[0]
+        return decode(z.to(self.vae.dtype))[:, :, 0]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
-from verl_omni.pipelines.model_base import Ids, VllmOmniPipelineBase
+from verl_omni.pipelines.hooks import Ids
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.rows import TextBatch

@@ -1,0 +1,56 @@
+"""Media of requests that took their last step: decoded together, or each alone where that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl_omni.pipelines.rows import rollout_of
+
+if TYPE_CHECKING:
+    from vllm_omni.diffusion.worker.utils import StepRequestState
+
+logger = logging.getLogger(__name__)
+
+Decode = Callable[[Tensor, tuple[int, int]], Tensor]
+"""Images [B, 3, H, W] in -1…1 from final latents [B, ...] and a size in pixels."""
+
+
+def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once: int) -> None:
+    """Give each request its media [n, ...], and a flag [n] on the device whether its latents are finite.
+
+    `states` share one image size. Where decoding fails for one request alone, its error is kept on it.
+    """
+    for kind in dict.fromkeys(rollout_of(state).params.output_type for state in states):
+        _make([state for state in states if rollout_of(state).params.output_type == kind], kind, decode, rows_at_once)
+
+
+def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at_once: int) -> None:
+    rollouts = [rollout_of(state) for state in states]
+    latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
+    size = (rollouts[0].params.height, rollouts[0].params.width)
+    try:
+        media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once)
+    except Exception as error:
+        if len(states) > 1:
+            logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)
+            for state in states:
+                _make([state], kind, decode, rows_at_once)
+        elif rollouts[0].error is None:
+            logger.error("decoding request %s failed", states[0].request_id, exc_info=error)
+            rollouts[0].error = error
+        return
+    finite = torch.isfinite(latents.flatten(1)).all(1)
+    counts = [len(rollout.rows) for rollout in rollouts]
+    for rollout, rows, ok in zip(rollouts, media.split(counts), finite.split(counts), strict=True):
+        rollout.media, rollout.finite = rows, ok
+
+
+def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int) -> Tensor:
+    """uint8 [B, 3, H, W], `rows_at_once` at a time: the VAE's activations are the peak of a rollout's memory."""
+    images = [decode(rows, size) for rows in latents.split(rows_at_once)]
+    return torch.cat([(image.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8) for image in images])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -52,8 +53,9 @@ def block(page: Path, language: str, containing: str) -> str:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The commands of a shell block as argument lists."""
-    return [shlex.split(line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    """The commands of a shell block as argument lists, without the environment variables that are set before them."""
+    lines = [shlex.split(line) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, line)) for line in lines]
 
 
 def console(text: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import BATCHING, INTEGRATING, PAGES, block, blocks, code_spans, prose, table, tables
+from tests.docs.pages import BATCHING, INTEGRATING, PAGES, ROOT, block, blocks, code_spans, prose, table, tables
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.generation.outputs import RunReport
 from verl_omni.trainer.generation.prompts import ROW_KEYS
@@ -174,7 +174,6 @@ def test_the_profile_in_the_docs_is_one_and_auto_goes_by_it(tmp_path: Path):
     (tmp_path / "profile.json").write_text(block(BATCHING, "json", "images_per_s"))
     profile = RolloutProfile.load(tmp_path / "profile.json")
     config = DiffusionRolloutConfig(batching_mode="auto")
-    config.pipeline.true_cfg_scale = 4.0
     plan = resolve_plan(config, capabilities(True, True), profile)
     assert (plan.mode, plan.max_num_seqs) == (RolloutMode.STEP_WISE, 8)
     assert "tied within 3%" in plan.reason
@@ -193,12 +192,26 @@ def test_the_defaults_of_the_adapters_are_those_of_the_table():
     assert decode_rows.endswith(f": {VllmOmniPipelineBase.decode_rows}")
 
 
+def test_the_limits_of_a_request_are_those_of_the_page():
+    from verl_omni.pipelines.params import MAX_EDGE, MAX_OUTPUTS, MAX_STEPS
+
+    limits = f"A request has at most {MAX_STEPS} steps, {MAX_OUTPUTS} outputs and {MAX_EDGE} pixels an edge."
+    assert limits in " ".join(prose(BATCHING).split())
+
+
+def test_the_code_of_each_model_is_as_short_as_the_page_says():
+    (limit,) = re.findall(r"one package of at most (\d+) lines a model", (ROOT / "CONTRIBUTING.md").read_text())
+    for model in ("qwen_image", "sd3"):
+        files = (ROOT / "verl_omni/pipelines" / model).glob("*.py")
+        assert 0 < sum(len(file.read_text().splitlines()) for file in files) <= int(limit), model
+
+
 def is_abstract(hook: typing.Callable[..., object]) -> bool:
     return inspect.getsource(hook).rstrip().endswith("raise NotImplementedError")
 
 
 def test_the_hooks_and_attributes_of_an_adapter_are_all_described():
-    from verl_omni.pipelines.model_base import VllmOmniPipelineBase as Base
+    from verl_omni.pipelines.hooks import ModelHooks as Base
 
     hooks = [code_spans(row[0])[0] for t in tables(INTEGRATING) if t.header[0] == "hook" for row in t.rows]
     assert all(callable(getattr(Base, name)) for name in hooks)
@@ -222,7 +235,7 @@ def test_the_helpers_exist_where_the_table_says():
 def test_the_checks_of_the_conformance_suite_are_all_described():
     from verl_omni.testing.conformance import CHECKS
 
-    assert [row[0] for row in table(INTEGRATING, "check").rows] == list(CHECKS)
+    assert [row[0] for row in table(INTEGRATING, "check").rows] == [*CHECKS, "full precision"]
 
 
 def test_json_blocks_are_json():

@@ -146,6 +146,13 @@ def test_ids_seeds_and_defaults(tmp_path):
     }
 
 
+def test_a_row_that_sets_one_half_of_the_window_gets_the_other_from_the_configuration(tmp_path):
+    rollout = DiffusionRolloutConfig(algo=DiffusionRolloutAlgoConfig(sde_window_size=2, sde_window_range=(0, 5)))
+    rows = [{"sde_window_size": 1}, {"sde_window_range": [1, 4]}, {"sde_window_size": None, "sde_window_range": None}]
+    made = requests(tmp_path, [{"prompt": "a", **row} for row in rows], rollout)
+    assert [(r.sde_window_size, r.sde_window_range) for r in made] == [(1, (0, 5)), (2, [1, 4]), (None, None)]
+
+
 def test_seed_follows_the_place_in_the_run(tmp_path):
     rows = [{"prompt": str(index)} for index in range(5)]
     seeds = [r.seed for r in requests(tmp_path, rows, DiffusionRolloutConfig(n=3, seed=1))]

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from tests.docs.pages import documented_messages, matches
+from verl_omni.trainer.generation.job import GenerationJob, device_name
 from verl_omni.trainer.main_generation import compose, main
 from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
 from verl_omni.workers.rollout.seeds import request_seed
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -24,6 +27,13 @@ from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 @VllmOmniPipelineBase.register("QwenImagePipeline", "request_only")
 class RequestOnly(VllmOmniPipelineBase.get_class("QwenImagePipeline")):
     supports_step_execution = False
+"""
+OWN_SCALE_ADAPTER = """
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+@VllmOmniPipelineBase.register("QwenImagePipeline", "own_scale")
+class OwnScale(VllmOmniPipelineBase.get_class("QwenImagePipeline")):
+    cfg_key = "guidance_scale_2"
 """
 
 
@@ -156,6 +166,50 @@ def test_external_adapter_without_step_methods(minimal, tmp_path, capfd, monkeyp
     assert "rename the file" in capfd.readouterr().err
 
 
+QWEN, SD3 = "QwenImagePipeline", "StableDiffusion3Pipeline"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "row", "pipeline", "guided"),
+    [
+        (QWEN, {}, {"true_cfg_scale": 4}, False),
+        (QWEN, {"negative_prompt": ""}, {}, True),  # by the adapter's default scale
+        (QWEN, {"negative_prompt_token_ids": [1]}, {"true_cfg_scale": 4}, True),
+        (QWEN, {"negative_prompt": ""}, {"true_cfg_scale": 1}, False),
+        (QWEN, {"negative_prompt": ""}, {"true_cfg_scale": 1, "guidance_scale": 7}, False),
+        (QWEN, {"negative_prompt": "", "true_cfg_scale": 2}, {"true_cfg_scale": 1}, True),
+        (QWEN, {"negative_prompt": "", "true_cfg_scale": "high"}, {}, False),  # that row will fail
+        (SD3, {"negative_prompt": ""}, {}, True),
+        (SD3, {"negative_prompt": ""}, {"guidance_scale": 1, "true_cfg_scale": 7}, False),
+    ],
+)
+def test_a_profile_holds_where_the_adapter_runs_guidance_as_measured(
+    minimal, tmp_path, architecture, row, pipeline, guided
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "a", **row}))
+    overrides = [f"data.val_files={tmp_path / 'rows.jsonl'}", f"actor_rollout_ref.model.architecture={architecture}"]
+    overrides += [f"{ROLLOUT}.pipeline.{key}={value}" for key, value in pipeline.items()]
+    overrides += [f"{ROLLOUT}.batching_mode=auto", f"{ROLLOUT}.profile={tmp_path / 'profile.json'}"]
+    key = ProfileKey(
+        model="model", height=512, width=512, num_inference_steps=10, cfg=True, dtype="bfloat16", device=device_name()
+    )
+    points = [ProfilePoint(mode=mode, max_num_seqs=8, images_per_s=1.0) for mode in ("step_wise", "request_level")]
+    RolloutProfile(key=key, points=tuple(points)).save(tmp_path / "profile.json")
+    reason = GenerationJob.prepare(compose([*minimal, *overrides])).plan.reason
+    assert ("auto: measured" in reason) == guided
+    assert ("not used (cfg: measured with True, now False)" in reason) != guided
+
+
+def test_an_adapter_with_a_scale_of_its_own_can_be_planned(minimal, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "own_scale_adapter.py").write_text(OWN_SCALE_ADAPTER)
+    ours = [f"{ROLLOUT}.external_lib={tmp_path / 'own_scale_adapter.py'}"]
+    ours += ["actor_rollout_ref.model.algorithm=own_scale", f"{ROLLOUT}.pipeline.true_cfg_scale=4"]
+    assert GenerationJob.prepare(compose([*minimal, *ours])).adapter == "own_scale_adapter.OwnScale"
+    assert "true_cfg_scale has no effect: OwnScale takes its guidance scale from guidance_scale_2" in caplog.text
+
+
 def generate(model: Path, prompts: Path, out: Path, *overrides: str) -> tuple[int, dict, dict[str, torch.Tensor]]:
     """Run the entry point; exit status, report, tensors."""
     command = [sys.executable, "-m", "verl_omni.trainer.main_generation"]
@@ -205,6 +259,7 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
         tiny_qwen, rows, tmp_path / "step", f"{ROLLOUT}.n=2", f"{ROLLOUT}.step_execution=true"
     )
     assert (status, report["mode"], report["max_num_seqs"]) == (1, "step_wise", 16)
+    assert report["peak_memory_mb"] > 0
     assert [failure["id"] for failure in report["failed"]] == ["0002-00", "0002-01"]
     assert all("63" in failure["error"] for failure in report["failed"])
     outputs = {f"0003-{sample:02d}.{index}" for sample in range(2) for index in range(2)}
@@ -224,6 +279,7 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
     status, report, request_level = generate(tiny_qwen, text, tmp_path / "request", f"{ROLLOUT}.n=2", *ours)
     assert (status, report["mode"], report["max_num_seqs"]) == (0, "request_level", 4)
     assert report["batch_sizes"] == {"4": 4}
+    assert report["peak_memory_mb"] > 0
 
     for key, tensor in serial.items():
         torch.testing.assert_close(step_wise[key], tensor, atol=1e-5, rtol=0)
@@ -251,6 +307,24 @@ def test_parquet_and_latents_with_sd3(tiny_sd3, tmp_path):
     assert {"output_latents", "prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds"} <= kinds
     assert not {"latents", "log_probs", "timesteps"} & kinds
     assert not (tmp_path / "out" / "images").exists()
+
+
+@pytest.mark.engine
+def test_a_lora_that_does_not_fit_the_model_is_a_bad_configuration(tiny_qwen, minimal, tmp_path, capfd):
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["to_q"]}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    halves = {"A": torch.ones(2, 4), "B": torch.ones(4, 2)}
+    tensors = {f"base_model.model.blocks.99.attn.to_q.lora_{half}.weight": value for half, value in halves.items()}
+    save_file(tensors, lora / "adapter_model.safetensors")
+    overrides = [f"actor_rollout_ref.model.path={tiny_qwen}", f"actor_rollout_ref.model.lora_path={lora}"]
+    assert main([*minimal, *overrides, f"{ROLLOUT}.dtype=float32"]) == 2
+    err = capfd.readouterr().err
+    assert f"config error: actor_rollout_ref.model.lora_path={str(lora)!r}: " in err
+    assert "the model has no layers for these LoRA modules: blocks.99.attn.to_q" in err
+    assert any(matches(pattern, err) for pattern in documented_messages("The run does not start"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_compose_rejects_what_hydra_cannot_read():

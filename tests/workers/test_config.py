@@ -5,10 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy
 import pytest
+from safetensors.numpy import save_file
 
+from verl_omni.algorithms import flow_sde
+from verl_omni.pipelines import params
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
-from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, MIN_LORA_SCALE
+from verl_omni.workers.config.rollout import OUTPUT_TYPES, SDE_TYPES, check_engine_keys
+from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.engine_keys import engine_keys
 from verl_omni.workers.rollout.seeds import request_seed
 
@@ -72,6 +78,10 @@ def test_defaults_need_nothing():
         ({"algo": {"sde_window_range": "05"}}, "two integers"),
         ({"algo": {"sde_window_range": [0, 1.5]}}, "integer"),
         ({"algo": {"sde_window_size": 3, "sde_window_range": [1, 3]}}, "no room"),
+        (
+            {"algo": {"sde_window_range": [0, 5]}},
+            r"range=\[0, 5\] is given without sde_window_size; write .*\.sde_window_size=… too, or .*_range=null",
+        ),
         ({"val_kwargs": {"n": "many"}}, r"val_kwargs\.n="),
     ],
 )
@@ -86,7 +96,7 @@ def test_strings_and_short_names_are_read():
             "n": "4",
             "dtype": "fp32",
             "step_execution": "true",
-            "algo": {"sde_window_range": ["0", 5], "noise_level": "0.5"},
+            "algo": {"sde_window_size": "2", "sde_window_range": ["0", 5], "noise_level": "0.5"},
         }
     )
     assert (config.n, config.dtype, config.step_execution) == (4, "float32", True)
@@ -146,8 +156,57 @@ def test_model_config(tmp_path: Path):
     index.write_text(json.dumps({"_class_name": "QwenImagePipeline"}))
     assert model.resolve_architecture() == "QwenImagePipeline"
     assert DiffusionModelConfig(path="a/b", architecture="Mine").resolve_architecture() == "Mine"
-    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
-        DiffusionModelConfig(path=str(tmp_path), lora_path=str(tmp_path))
+
+
+def write_lora(folder: Path, config: str = "{}", name: str = "base_model.model.a.lora_A.weight") -> None:
+    folder.mkdir()
+    (folder / LORA_CONFIG).write_text(config)
+    save_file({name: numpy.ones((2, 4), dtype="float32")} if name else {}, folder / LORA_WEIGHTS)
+
+
+def test_the_files_of_a_lora_are_checked(tmp_path: Path):
+    def error(folder: str) -> str:
+        with pytest.raises(ConfigError, match=r"model\.lora_path: ") as caught:
+            DiffusionModelConfig(path="a/b", lora_path=str(tmp_path / folder))
+        return str(caught.value)
+
+    write_lora(tmp_path / "good")
+    assert DiffusionModelConfig(path="a/b", lora_path=str(tmp_path / "good")).lora_scale == 1.0
+    assert f"absent has no {LORA_CONFIG}" in error("absent")
+    (tmp_path / "good" / LORA_WEIGHTS).rename(tmp_path / "adapter_model.bin")
+    assert f"good has no {LORA_WEIGHTS}; save the adapter with PEFT's save_pretrained" in error("good")
+    (tmp_path / "good" / LORA_WEIGHTS).write_bytes(b"version https://git-lfs")
+    assert f"{LORA_WEIGHTS} cannot be read" in error("good")
+    cases = [
+        ({"config": "{"}, "cannot be read"),
+        ({"config": "[]"}, "must hold an object"),
+        ({"config": '{"rank_pattern": {"to_q": 8}}'}, "uses rank_pattern, which the engine ignores"),
+        ({"name": "a.lora_magnitude_vector"}, "holds a.lora_magnitude_vector, which is no LoRA weight"),
+        ({"name": ""}, "holds no weights"),
+    ]
+    for index, (lora, message) in enumerate(cases):
+        write_lora(tmp_path / str(index), **lora)
+        assert message in error(str(index))
+
+
+@pytest.mark.parametrize("scale", [0.0, 9e-4, -9e-4, 1e-3, -1.0])
+async def test_a_lora_scale_is_refused_where_the_engine_refuses_it(scale: float):
+    engine = RolloutEngine(None, {})
+    if abs(scale) < MIN_LORA_SCALE:
+        with pytest.raises(ConfigError, match=r"lora_scale=.* is nearer to 0 than 0\.001; write .*lora_path=null"):
+            DiffusionModelConfig(path="a/b", lora_scale=scale)
+        with pytest.raises(ValueError, match="remove_lora"):
+            await engine.load_lora("/no/such/adapter", scale=scale)
+    else:
+        assert DiffusionModelConfig(path="a/b", lora_scale=scale).lora_scale == scale
+        with pytest.raises(ValueError, match="/no/such/adapter"):
+            await engine.load_lora("/no/such/adapter", scale=scale)
+
+
+def test_the_choices_are_those_of_the_adapters():
+    """Written twice, as the configuration imports no torch."""
+    assert SDE_TYPES == flow_sde.SDE_TYPES
+    assert OUTPUT_TYPES == params.OUTPUT_TYPES
 
 
 def test_request_seeds():

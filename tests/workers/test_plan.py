@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, build
+from verl_omni.workers.rollout.asked import ENGINE, ROLLOUT
 from verl_omni.workers.rollout.plan import (
     DEFAULT_MAX_NUM_SEQS,
-    ENGINE,
-    ROLLOUT,
     TIE,
     AdapterCapabilities,
     PlanError,
@@ -165,7 +164,7 @@ def profile_of(rollout: DiffusionRolloutConfig, rates: dict[str, dict[int, float
     points = (
         ProfilePoint(mode=m, max_num_seqs=k, images_per_s=r) for m, by_cap in rates.items() for k, r in by_cap.items()
     )
-    return RolloutProfile(key=ProfileKey.of(rollout, model="m", device="cpu"), points=tuple(points))
+    return RolloutProfile(key=ProfileKey.of(rollout, model="m", device="cpu", cfg=True), points=tuple(points))
 
 
 AUTO = [
@@ -202,8 +201,9 @@ def test_stale_profile_is_not_used_and_the_reason_says_so():
     got = resolve_plan(rollout, BOTH, profile)
     assert got.mode is RolloutMode.STEP_WISE
     assert "stale and not used (height: measured with 256, now 512)" in got.reason
-    key = ProfileKey.of(measured, model="other/model", device="cpu")
-    assert "model: measured with m, now model" in resolve_plan(measured, BOTH, profile, key=key).reason
+    key = ProfileKey.of(measured, model="other/model", device="cpu", cfg=False)
+    reason = resolve_plan(measured, BOTH, profile, key=key).reason
+    assert "model: measured with m, now model, cfg: measured with True, now False" in reason
 
 
 def test_profile_file(tmp_path: Path):
@@ -211,7 +211,7 @@ def test_profile_file(tmp_path: Path):
     path = tmp_path / "profile.json"
     profile.save(path)
     assert RolloutProfile.load(path) == profile
-    assert profile.matches(ProfileKey.of(config(), model="a/m", device="cpu"))
+    assert profile.differences(ProfileKey.of(config(), model="a/m", device="cpu", cfg=True)) == ()
     bad_files = [
         "",
         "[]",

@@ -6,11 +6,10 @@ import importlib
 import logging
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,14 +63,20 @@ class GenerationJob:
             import_external_lib(rollout.external_lib)
         adapter, path = _adapter(architecture, model.algorithm)
         check_engine_values(rollout.engine_options())
-        key = _profile_key(rollout, model.path, requests) if profile is not None else None
+        key = None
+        if profile is not None:
+            cfg = any(_is_guided(request, adapter) for request in requests)
+            key = ProfileKey.of(rollout, model=model.path, device=device_name(), cfg=cfg)
         plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key)
         for note in _sampling_notes(rollout, requests, adapter):
             logger.warning(note)
         return cls(settings=settings, requests=requests, plan=plan, adapter=path)
 
     async def run(self) -> bool:
-        """Generate and write everything; whether all requests succeeded. Raises what the engine raises at its start."""
+        """Generate and write everything; whether all requests succeeded.
+
+        Raises :class:`ConfigError` if the LoRA does not fit the model, and what the engine raises at its start.
+        """
         from tqdm import tqdm
 
         from verl_omni.workers.rollout.engine import RolloutEngine
@@ -159,9 +164,12 @@ def device_name() -> str:
     return current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
 
 
-def _profile_key(rollout: DiffusionRolloutConfig, model_path: str, requests: list[RolloutRequest]) -> ProfileKey:
-    key = ProfileKey.of(rollout, model=model_path, device=device_name())
-    return replace(key, cfg=key.cfg and any(_has_negative(request) for request in requests))
+def _is_guided(request: RolloutRequest, adapter: type) -> bool:
+    """Whether the adapter runs guidance for `request`: by the scale that it reads, or its own where that is null."""
+    scale = getattr(request, getattr(adapter, "cfg_key", ""), None)
+    if scale is None:
+        scale = getattr(adapter, "default_cfg_scale", 1.0)
+    return isinstance(scale, (int, float)) and scale > 1 and _has_negative(request)
 
 
 def _has_negative(request: RolloutRequest) -> bool:
@@ -175,13 +183,13 @@ def _sampling_notes(rollout: DiffusionRolloutConfig, requests: list[RolloutReque
     if rollout.val_kwargs != DiffusionSamplingConfig():
         yield "rollout.val_kwargs is for training's validation only; write rollout.n, .seed, .pipeline and .algo"
     cfg_key = getattr(adapter, "cfg_key", None)
-    scale = None if cfg_key is None else getattr(rollout.pipeline, cfg_key)
+    scale = getattr(rollout.pipeline, cfg_key or "", None)
     if scale is not None and scale > 1 and not any(_has_negative(request) for request in requests):
         yield f"{cfg_key}={scale:g} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"
-    other = "guidance_scale" if cfg_key == "true_cfg_scale" else "true_cfg_scale"
     plain = getattr(adapter, "conditions", None) is VllmOmniPipelineBase.conditions  # no hook that may read the other
-    if plain and getattr(rollout.pipeline, other) is not None:
-        yield f"rollout.pipeline.{other} has no effect: {adapter.__name__} takes its guidance scale from {cfg_key}"
+    for other in ("true_cfg_scale", "guidance_scale"):
+        if plain and other != cfg_key and getattr(rollout.pipeline, other) is not None:
+            yield f"rollout.pipeline.{other} has no effect: {adapter.__name__} takes its guidance scale from {cfg_key}"
 
 
 async def _stats(engine: RolloutEngine) -> RolloutStats:
@@ -194,6 +202,7 @@ async def _stats(engine: RolloutEngine) -> RolloutStats:
 
 
 async def _load_lora(engine: RolloutEngine, path: str, scale: float) -> None:
+    """Its files have been checked; whether they fit the model, only the engine knows."""
     try:
         await engine.load_lora(path, scale=scale)
     except (ValueError, RolloutError) as error:
@@ -201,9 +210,5 @@ async def _load_lora(engine: RolloutEngine, path: str, scale: float) -> None:
 
 
 def _peak_memory_mb(results: Results) -> float:
-    """The highest that any sample tells; where none does (CPU), that of this process or of its largest child, MiB."""
-    peaks = [result.peak_memory_mb for _, result in results if isinstance(result, RolloutSample)]
-    if any(peaks):
-        return max(peaks)
-    own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return max(own, children) / (1024**2 if sys.platform == "darwin" else 1024)
+    """The highest that any sample tells, MiB; 0 if all requests failed."""
+    return max((result.peak_memory_mb for _, result in results if isinstance(result, RolloutSample)), default=0.0)

@@ -40,7 +40,7 @@ class RunReport:
     seconds: float
     """From the submission of all requests to the last result."""
     peak_memory_mb: float
-    """Highest device memory of the engine; on a CPU the resident memory of its process, MiB."""
+    """The most device memory that the worker reserved, MiB; on a CPU the most that its process ever held."""
 
     def as_dict(self, results: Results) -> dict[str, Any]:
         """Plain data. The keys are public."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from verl_omni.workers.config.base import ConfigError, number, text
+from verl_omni.workers.config.lora import MIN_LORA_SCALE, is_lora_scale, read_lora_config
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class DiffusionModelConfig:
     lora_path: str | None = None
     """Folder of a PEFT adapter that all requests use; null: none."""
     lora_scale: float = 1.0
-    """Factor on the LoRA's contribution."""
+    """Factor on the LoRA's contribution; `MIN_LORA_SCALE` or more away from 0."""
 
     def __post_init__(self) -> None:
         self.path = text(f"{self.KEY}.path", self.path)
@@ -36,13 +37,16 @@ class DiffusionModelConfig:
         self.architecture = text(f"{self.KEY}.architecture", self.architecture, null="what model_index.json says")
         self.lora_path = text(f"{self.KEY}.lora_path", self.lora_path, null="no LoRA")
         self.lora_scale = number(f"{self.KEY}.lora_scale", self.lora_scale)
-        if self.lora_scale == 0:
-            raise ConfigError(f"{self.KEY}.lora_scale=0 must not be 0; write {self.KEY}.lora_path=null for no LoRA")
-        if self.lora_path is not None and not (Path(self.lora_path) / "adapter_config.json").is_file():
+        if not is_lora_scale(self.lora_scale):
             raise ConfigError(
-                f"{self.KEY}.lora_path={self.lora_path!r} holds no adapter_config.json; "
-                f"give the folder of a PEFT adapter"
+                f"{self.KEY}.lora_scale={self.lora_scale:g} is nearer to 0 than {MIN_LORA_SCALE:g}; "
+                f"write {self.KEY}.lora_path=null for no LoRA"
             )
+        if self.lora_path is not None:
+            try:
+                read_lora_config(Path(self.lora_path))
+            except ValueError as error:
+                raise ConfigError(f"{self.KEY}.lora_path: {error}") from error
 
     def resolve_architecture(self) -> str:
         """`architecture`, or what the model says of itself. Downloads at most ``model_index.json``.

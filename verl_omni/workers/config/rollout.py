@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from verl_omni.workers.config.base import ConfigError, choice, flag, integer, nearest, number, text, unknown_key
 
-BATCHING_MODES = ("auto", "step_wise", "request_level", "serial")
+
+class RolloutMode(StrEnum):
+    """What is batched."""
+
+    STEP_WISE = "step_wise"
+    """One denoising step of many requests, which join and leave between steps."""
+    REQUEST_LEVEL = "request_level"
+    """Whole requests."""
+    SERIAL = "serial"
+    """Nothing."""
+
+
+BATCHING_MODES = ("auto", *RolloutMode)
 SDE_TYPES = ("sde", "cps", "dance_sde")
 OUTPUT_TYPES = ("pt", "latent")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -76,7 +89,7 @@ class DiffusionRolloutAlgoConfig:
     sde_window_size: int | None = None
     """Number of stochastic steps; null: all but the last."""
     sde_window_range: tuple[int, int] | None = None
-    """[lo, hi): the steps in which the window may lie; null: all but the last."""
+    """[lo, hi): the steps in which a window of `sde_window_size` may lie; null: all but the last."""
 
     def __post_init__(self) -> None:
         self.noise_level = number(f"{self.KEY}.noise_level", self.noise_level, low=0)
@@ -91,8 +104,13 @@ class DiffusionRolloutAlgoConfig:
         if isinstance(value, (str, Mapping, Set)) or not hasattr(value, "__len__") or len(value) != 2:
             raise ConfigError(f"{key}={value!r} must be two integers [lo, hi], or null for all steps but the last")
         lo, hi = (integer(key, bound, low=0) for bound in value)
-        if hi < lo + (size or 0):
-            raise ConfigError(f"{key}=[{lo}, {hi}] has no room for sde_window_size={size or 0}; need lo + size <= hi")
+        if size is None:
+            raise ConfigError(
+                f"{key}=[{lo}, {hi}] is given without sde_window_size; write {self.KEY}.sde_window_size=… too, "
+                f"or {key}=null"
+            )
+        if hi < lo + size:
+            raise ConfigError(f"{key}=[{lo}, {hi}] has no room for sde_window_size={size}; need lo + size <= hi")
         self.sde_window_range = (lo, hi)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.config.lora import is_lora_scale
 from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
@@ -80,7 +80,8 @@ class RolloutEngine:
             engine_kwargs: further arguments of the engine.
             lora_key_map: overrides the adapter's.
 
-        Raises ValueError if `engine_kwargs` contradict the plan; whatever the engine raises if it does not come up.
+        Raises ValueError if `engine_kwargs` contradict the plan or hold a key that the engine does not know; whatever
+        the engine raises if it does not come up.
         """
         arguments = engine_arguments(
             plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {}
@@ -115,9 +116,12 @@ class RolloutEngine:
         """
         fresh = {request.request_id for request in requests} - self._flights.keys()
         burst = (uuid.uuid4().hex, len(fresh))
-        # The engine's queue is first come, first served, and a batch ends where the image size changes.
-        sizes = list(dict.fromkeys((request.height, request.width) for request in requests))
-        ordered = sorted(requests, key=lambda request: sizes.index((request.height, request.width)))
+        # The engine's queue is first come, first served, and a batch ends where the image size changes. Nothing has
+        # checked the sizes yet, so they may not even be hashable.
+        by_size: dict[str, list[RolloutRequest]] = {}
+        for request in requests:
+            by_size.setdefault(repr((request.height, request.width)), []).append(request)
+        ordered = [request for group in by_size.values() for request in group]
         tasks = [asyncio.create_task(self._settle(request, burst)) for request in ordered]
         try:
             for finished in asyncio.as_completed(tasks):
@@ -138,7 +142,7 @@ class RolloutEngine:
         Raises ValueError if it is no usable adapter, :class:`RolloutError` if the engine refuses it; the old policy
         serves on then. To go back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
         """
-        if not math.isfinite(scale) or abs(scale) < 1e-3:
+        if not is_lora_scale(scale):
             raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
         from vllm.lora.request import LoRARequest
 
@@ -163,13 +167,16 @@ class RolloutEngine:
             return int(await self._rpc("load_weights_file", str(path)))
 
     async def sleep(self) -> None:
-        """Give the device memory of the weights back (kept on the host). Requests fail until :meth:`wake_up`.
+        """Give the device memory of weights (kept on the host) and caches back. Requests fail until :meth:`wake_up`.
 
-        Raises :class:`RolloutError` if a worker could not; call :meth:`wake_up` then too.
+        Raises :class:`RolloutError` if a worker could not: call :meth:`wake_up` then too. On an accelerator also if the
+        engine was not started with ``enable_sleep_mode=True``: it serves on then.
         """
         async with self._gate.change(counts=False):
             self._check_open()
             if not self._asleep:
+                await self._rpc("check_sleep")
+                await self._rpc("release_caches")
                 self._asleep = True
                 try:
                     _check_acknowledged("sleep", await self._omni.sleep(level=_SLEEP_LEVEL))

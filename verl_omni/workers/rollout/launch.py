@@ -8,29 +8,33 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.rollout.engine_keys import engine_keys
+
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.plan import RolloutPlan
 
 ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
 WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
-
-
+_DEGREES = ("num_gpus", "_parallel_size", "_degree", "_tp_size", "hsdp_shard_size", "hsdp_replicate_size")
+"""How the engine's options end that tell over how many devices something is spread."""
 _REQUEST_ERRORS = {
-    "vllm_omni.diffusion.inline_stage_diffusion_client": "Diffusion request",
-    "vllm_omni.diffusion.worker.diffusion_model_runner": "Stepwise",
-    "vllm_omni.entrypoints.async_omni": "[AsyncOmni] Orchestrator error",
+    "vllm_omni.diffusion.inline_stage_diffusion_client": ("Diffusion request %s failed",),
+    "vllm_omni.diffusion.worker.diffusion_model_runner": (
+        "Stepwise request preparation failed",
+        "Stepwise per-request error",
+    ),
+    "vllm_omni.entrypoints.async_omni": ("[AsyncOmni] Orchestrator error",),
 }
-"""Logger → start of its messages about one failed request, tracebacks included; the RolloutError says it better."""
+"""Logger → how its messages about one failed request start, tracebacks included. The RolloutError says it better, and
+the adapter logs the traceback of what is no fault of the request."""
 
 
 def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
     """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`."""
     from vllm_omni.entrypoints.async_omni import AsyncOmni
 
-    for name, start in _REQUEST_ERRORS.items():
-        log = logging.getLogger(name)
-        if not any(isinstance(present, _Drop) for present in log.filters):
-            log.addFilter(_Drop(start))
+    drop_request_errors()
     spawning = arguments["distributed_executor_backend"] == "mp"
     context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
     with context:
@@ -40,7 +44,10 @@ def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
 def engine_arguments(
     plan: RolloutPlan, *, adapter: str, dtype: str, executor: str | None, engine_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine. Raises ValueError where `engine_kwargs` contradict the plan."""
+    """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default.
+
+    Raises ValueError where `engine_kwargs` contradict the plan, or hold a key that the engine does not know.
+    """
     import torch
 
     ours = {
@@ -50,27 +57,47 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "custom_pipeline_args": {"pipeline_class": adapter, "rows_per_forward": plan.rows_per_forward},
     }
-    for key, value in ours.items():
-        if key in engine_kwargs and engine_kwargs[key] != value:
+    given = {key: value for key, value in engine_kwargs.items() if value is not None}
+    for key, value in {**ours, "rows_per_forward": plan.rows_per_forward}.items():
+        if given.pop(key, value) != value:
             raise ValueError(
                 f"engine_kwargs sets {key}={engine_kwargs[key]!r}, but the plan says {value!r}; leave the key out"
             )
-    one_device = engine_kwargs.get("num_gpus") in (None, 1)
+    check_engine_keys(given, engine_keys())
     defaults = {
         "enforce_eager": not torch.cuda.is_available(),
-        "distributed_executor_backend": "uni" if one_device else "mp",
+        "distributed_executor_backend": "uni" if _one_device(given) else "mp",
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
-    return {**defaults, **engine_kwargs, **chosen, **ours}
+    return {**defaults, **given, **chosen, **ours}
+
+
+def drop_request_errors() -> None:
+    """Keep the engine's messages about single failed requests out of this process's log, from now to its end.
+
+    They stay dropped after the engine was closed, also for an engine that something else starts here.
+    """
+    for name, starts in _REQUEST_ERRORS.items():
+        log = logging.getLogger(name)
+        if not any(isinstance(present, _Drop) for present in log.filters):
+            log.addFilter(_Drop(starts))
+
+
+def _one_device(options: Mapping[str, Any]) -> bool:
+    """Whether all these options together need only one device."""
+    parallel = options.get("parallel_config")
+    nested = parallel if isinstance(parallel, Mapping) else getattr(parallel, "__dict__", {})
+    degrees = [value for key, value in (*nested.items(), *options.items()) if key.endswith(_DEGREES)]
+    return all(value in (None, 1, "1", -1) for value in degrees)  # -1: as the others say
 
 
 class _Drop(logging.Filter):
-    def __init__(self, start: str) -> None:
+    def __init__(self, starts: tuple[str, ...]) -> None:
         super().__init__()
-        self._start = start
+        self._starts = starts
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self._start)
+        return not str(record.msg).startswith(self._starts)
 
 
 @contextmanager

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.config import DiffusionRolloutConfig
+from verl_omni.workers.config.rollout import RolloutMode
+from verl_omni.workers.rollout.asked import ROLLOUT, Asked, PlanError
 from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
 
 DEFAULT_MAX_NUM_SEQS = 16
@@ -35,32 +36,6 @@ TIE = 0.03
 """Run-to-run noise of the measurements: what lies within it is no difference."""
 STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
 """The methods that make an adapter step-wise."""
-
-ROLLOUT = DiffusionRolloutConfig.KEY
-ENGINE = f"{ROLLOUT}.engine_kwargs.vllm_omni"
-
-
-class PlanError(ConfigError):
-    """What was asked can't be planned. `overrides` lead out of it, and are part of the message."""
-
-    def __init__(self, problem: str, overrides: Iterable[str]) -> None:
-        self.overrides = tuple(overrides)
-        self.problem = problem
-        super().__init__(f"{problem}; write {' '.join(self.overrides)}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problem, self.overrides)
-
-
-class RolloutMode(StrEnum):
-    """What is batched."""
-
-    STEP_WISE = "step_wise"
-    """One denoising step of many requests, which join and leave between steps."""
-    REQUEST_LEVEL = "request_level"
-    """Whole requests."""
-    SERIAL = "serial"
-    """Nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,66 +103,6 @@ class RolloutPlan:
         return f"rollout plan: mode={self.mode.value} max_num_seqs={self.max_num_seqs} ({self.reason})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the configuration asks for, and where it stands."""
-
-    batching_mode: str | None
-    caps: dict[str, int]
-    """Key → cap, equal ones only."""
-    steps: dict[str, bool]
-    """Key → step_execution, equal ones only; ``rollout.step_execution=false`` asks for nothing."""
-    wait_ms: float
-    rows: int | None
-
-    @classmethod
-    def read(cls, rollout: DiffusionRolloutConfig) -> _Asked:
-        engine = rollout.vllm_omni
-        caps = {f"{ROLLOUT}.max_num_seqs": rollout.max_num_seqs, f"{ENGINE}.max_num_seqs": engine.get("max_num_seqs")}
-        steps = {
-            f"{ROLLOUT}.step_execution": rollout.step_execution or None,
-            f"{ENGINE}.step_execution": engine.get("step_execution"),
-        }
-        return cls(
-            batching_mode=rollout.batching_mode,
-            caps=_agreeing(caps),
-            steps=_agreeing(steps),
-            wait_ms=engine.get("request_batch_max_wait_ms", 0.0),
-            rows=engine.get("rows_per_forward"),
-        )
-
-    @property
-    def cap(self) -> int | None:
-        return next(iter(self.caps.values()), None)
-
-    @property
-    def step(self) -> bool | None:
-        return next(iter(self.steps.values()), None)
-
-    def overrides_to(self, mode: RolloutMode) -> Iterable[str]:
-        """What to write to get `mode`."""
-        yield f"{ROLLOUT}.batching_mode={mode.value}"
-        for key, step in self.steps.items():
-            if step != (mode is RolloutMode.STEP_WISE):
-                yield f"{key}={'null' if key.startswith(ENGINE) else 'false'}"
-        for key, cap in self.caps.items():
-            if mode is RolloutMode.SERIAL and cap > 1:
-                yield f"{key}=1"
-
-
-def _agreeing(places: dict[str, Any]) -> dict[str, Any]:
-    """Those places that ask for something. Raises if they ask for different things."""
-    asked = {key: value for key, value in places.items() if value is not None}
-    if len(set(asked.values())) > 1:
-        both = " and ".join(f"{key}={_written(value)}" for key, value in asked.items())
-        raise PlanError(f"{both} contradict each other", [f"{list(asked)[-1]}=null"])
-    return asked
-
-
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def resolve_plan(
     rollout: DiffusionRolloutConfig,
     capabilities: AdapterCapabilities,
@@ -199,14 +114,15 @@ def resolve_plan(
     """Decide by the rule at the head of this module.
 
     `log_prob_micro_batch` is the row count of the trainer's log-prob forward (None: the configured one). `key` tells
-    what the run is, to be compared with the profile's; without it, the profile's model and device are taken on trust.
+    what the run is, to be compared with the profile's; without it, model, device and guidance are taken on trust.
 
     Raises :class:`PlanError`.
     """
-    asked = _Asked.read(rollout)
+    asked = Asked.read(rollout)
     stale = ""
     if profile is not None:
-        key = key or ProfileKey.of(rollout, model=profile.key.model, device=profile.key.device)
+        known = profile.key
+        key = key or ProfileKey.of(rollout, model=known.model, device=known.device, cfg=known.cfg)
         if differences := profile.differences(key):
             stale, profile = f"; the profile is stale and not used ({', '.join(differences)})", None
     mode, reason = _mode(asked, capabilities, profile)
@@ -223,12 +139,12 @@ def resolve_plan(
     )
 
 
-def _mode(asked: _Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+def _mode(asked: Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
     if asked.batching_mode == "auto":
         return _auto(asked, capabilities, profile)
     if asked.batching_mode is not None:
         mode = RolloutMode(asked.batching_mode)
-        _check_agreement(asked, mode)
+        asked.check_agreement(mode)
         _check_support(asked, mode, f"{ROLLOUT}.batching_mode={mode.value}", capabilities)
         return mode, f"batching_mode={mode.value}"
     if asked.step:
@@ -247,19 +163,7 @@ def _mode(asked: _Asked, capabilities: AdapterCapabilities, profile: RolloutProf
     return RolloutMode.SERIAL, f"{capabilities.name} supports neither step-wise nor request-level batching"
 
 
-def _check_agreement(asked: _Asked, mode: RolloutMode) -> None:
-    """Raise if `step_execution` or the cap contradict an explicit `batching_mode`."""
-    wanted = f"{ROLLOUT}.batching_mode={mode.value}"
-    for key, step in asked.steps.items():
-        if step != (mode is RolloutMode.STEP_WISE):
-            raise PlanError(f"{wanted} and {key}={_written(step)} contradict each other", asked.overrides_to(mode))
-    for key, cap in asked.caps.items():
-        if mode is RolloutMode.SERIAL and cap > 1:
-            problem = f"{wanted} and {key}={cap} contradict each other: serial runs one request at a time"
-            raise PlanError(problem, asked.overrides_to(mode))
-
-
-def _check_support(asked: _Asked, mode: RolloutMode, wanted: str, capabilities: AdapterCapabilities) -> None:
+def _check_support(asked: Asked, mode: RolloutMode, wanted: str, capabilities: AdapterCapabilities) -> None:
     """Raise if the adapter lacks `mode`."""
     if mode in capabilities.modes:
         return
@@ -269,7 +173,7 @@ def _check_support(asked: _Asked, mode: RolloutMode, wanted: str, capabilities: 
     raise PlanError(f"{wanted} can't be: {capabilities.name} {lack}", asked.overrides_to(capabilities.modes[0]))
 
 
-def _auto(asked: _Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+def _auto(asked: Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
     modes = capabilities.modes
     if asked.step:
         _check_support(asked, RolloutMode.STEP_WISE, "step_execution=true", capabilities)
@@ -298,7 +202,7 @@ def _rate(profile: RolloutProfile | None, mode: RolloutMode, cap: int | None) ->
     return rates.get(cap) if cap is not None and mode is not RolloutMode.SERIAL else max(rates.values())
 
 
-def _cap(asked: _Asked, mode: RolloutMode, profile: RolloutProfile | None) -> tuple[int, str]:
+def _cap(asked: Asked, mode: RolloutMode, profile: RolloutProfile | None) -> tuple[int, str]:
     if mode is RolloutMode.SERIAL:
         return 1, ""
     if asked.cap is not None:
@@ -310,7 +214,7 @@ def _cap(asked: _Asked, mode: RolloutMode, profile: RolloutProfile | None) -> tu
     return cap, f"; max_num_seqs is unset, {cap} is the smallest measured within {TIE:.0%} of the plateau"
 
 
-def _notes(asked: _Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, micro: int | None) -> Iterable[str]:
+def _notes(asked: Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, micro: int | None) -> Iterable[str]:
     if mode is RolloutMode.SERIAL and (asked.cap or 1) > 1:
         yield f"max_num_seqs={asked.cap} is not used, requests run one at a time: {reason}"
     if mode is not RolloutMode.SERIAL and cap == 1:

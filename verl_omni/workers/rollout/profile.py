@@ -7,14 +7,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_omni.workers.config.base import ConfigError, build, choice, flag, integer, number, text
-
-if TYPE_CHECKING:
-    from verl_omni.workers.config import DiffusionRolloutConfig
-
-MODES = ("step_wise", "request_level", "serial")
+from verl_omni.workers.config.rollout import DiffusionRolloutConfig, RolloutMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +26,7 @@ class ProfileKey:
     num_inference_steps: int | None
     """Denoising steps; None: the adapter's default."""
     cfg: bool
-    """Whether classifier-free guidance runs, which doubles the forwards."""
+    """Whether classifier-free guidance runs for any request, which doubles the forwards."""
     dtype: str
     """Dtype of the model."""
     device: str
@@ -44,11 +40,9 @@ class ProfileKey:
         flag("profile key.cfg", self.cfg)
 
     @classmethod
-    def of(cls, rollout: DiffusionRolloutConfig, *, model: str, device: str, cfg: bool | None = None) -> ProfileKey:
-        """The key of a run. `cfg` None: on where a guidance scale above 1 is configured."""
+    def of(cls, rollout: DiffusionRolloutConfig, *, model: str, device: str, cfg: bool) -> ProfileKey:
+        """The key of a run."""
         pipeline = rollout.pipeline
-        if cfg is None:
-            cfg = max(pipeline.true_cfg_scale or 0, pipeline.guidance_scale or 0) > 1
         return cls(
             model=Path(model).name or model,
             height=pipeline.height,
@@ -72,7 +66,7 @@ class ProfilePoint:
     """Images a second with at least a full batch in flight."""
 
     def __post_init__(self) -> None:
-        choice("profile point.mode", self.mode, MODES)
+        choice("profile point.mode", self.mode, tuple(RolloutMode))
         integer("profile point.max_num_seqs", self.max_num_seqs, low=1)
         if number("profile point.images_per_s", self.images_per_s) <= 0:
             raise ConfigError(f"profile point.images_per_s={self.images_per_s} must be above 0")
@@ -91,10 +85,6 @@ class RolloutProfile:
         """In what `key` differs from the profile's: "name: measured … now …"; empty if the profile holds for it."""
         pairs = ((f.name, getattr(self.key, f.name), getattr(key, f.name)) for f in dataclasses.fields(key))
         return tuple(f"{name}: measured with {old}, now {new}" for name, old, new in pairs if old != new)
-
-    def matches(self, key: ProfileKey) -> bool:
-        """Whether the profile holds for `key`; one that does not is stale."""
-        return not self.differences(key)
 
     def rates(self, mode: str) -> dict[int, float]:
         """cap → images a second of `mode`; the best of points that were measured twice."""

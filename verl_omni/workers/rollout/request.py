@@ -122,7 +122,7 @@ class RolloutSample:
     policy_version: int
     """Version of the policy that made the sample."""
     peak_memory_mb: float
-    """Peak device memory while the request ran, MiB; 0 on CPU."""
+    """Peak device memory while the request ran, MiB; on a CPU the most that the worker's process ever held."""
 
     @classmethod
     def read(cls, request: RolloutRequest, output: Any, policy_version: int) -> RolloutSample:

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, read_lora_config
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
-_LORA_CONFIG, _LORA_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_UNSUPPORTED = ("rank_pattern", "alpha_pattern")
-"""PEFT options that the engine ignores, which would scale some modules wrongly."""
 
 
 @contextmanager
@@ -36,7 +35,8 @@ def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Ten
 
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    for name, tensor in dict(named_tensors).items():
+    # One by one, so that a generator which gathers each from a sharded model never holds two on the device.
+    for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() > tensor.nbytes:
@@ -59,20 +59,13 @@ def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
     from safetensors.torch import load_file, save_file
 
     source = Path(path)
-    for name in (_LORA_CONFIG, _LORA_WEIGHTS):
-        if not (source / name).is_file():
-            raise ValueError(f"{source} has no {name}; save the adapter with PEFT's save_pretrained(…)")
-    config = json.loads((source / _LORA_CONFIG).read_text())
-    if ignored := [option for option in _UNSUPPORTED if config.get(option)]:
-        raise ValueError(
-            f"{source} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha"
-        )
-    tensors = {engine_name(key, key_map): tensor for key, tensor in load_file(source / _LORA_WEIGHTS).items()}
+    config = read_lora_config(source)
+    tensors = {engine_name(key, key_map): tensor for key, tensor in load_file(source / LORA_WEIGHTS).items()}
     # The engine wraps what the config names; by the tensors it can't miss one, whatever pattern the trainer wrote.
     config["target_modules"] = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     with staging_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
-        save_file(tensors, folder / _LORA_WEIGHTS)
-        (folder / _LORA_CONFIG).write_text(json.dumps(config))
+        save_file(tensors, folder / LORA_WEIGHTS)
+        (folder / LORA_CONFIG).write_text(json.dumps(config))
         yield folder
 
 

@@ -1,0 +1,166 @@
+"""Changes of the policy on a running engine: LoRA, weights, sleep."""
+
+import pytest
+import torch
+
+from tests.workers.engines import BATCHED, SERIAL, STEP_ONLY, same, solo
+from tests.workers.policies import write_lora
+from verl_omni.pipelines import worker_extension
+from verl_omni.workers.rollout.request import RolloutError, RolloutSample
+
+pytestmark = pytest.mark.engine
+
+PER_FAMILY: dict[str, list[list[RolloutSample]]] = {}
+"""Samples under each policy, of every engine that has run: those of one family must be equal."""
+
+
+@pytest.mark.parametrize("kind", [*BATCHED, SERIAL, STEP_ONLY], indirect=True, ids=str)
+def test_lora_comes_goes_and_is_replaced_and_means_the_same_in_every_mode(engine, kind, run, ask, loras):
+    async def scenario():
+        samples = [await engine.generate(ask("base"))]
+        for policy in loras:
+            await engine.load_lora(policy)
+            samples.append(await engine.generate(ask(f"lora {policy.name}")))
+        await engine.load_lora(loras[1], scale=0.5)
+        samples.append(await engine.generate(ask("half")))
+        await engine.remove_lora()
+        samples.append(await engine.generate(ask("base again")))
+        return samples, await engine._omni.list_loras()
+
+    before = engine.policy_version
+    samples, loaded = run(scenario())
+    assert loaded == []
+    assert [sample.policy_version - before for sample in samples] == [0, 1, 2, 3, 4]
+    *policies, base = samples
+    assert torch.equal(policies[0].trajectory_latents, base.trajectory_latents)
+    assert not any(same(a, b, 1e-3) for i, a in enumerate(policies) for b in policies[:i])
+    others = PER_FAMILY.setdefault(kind.family, [])
+    assert all(same(a, b) for other in others for a, b in zip(samples, other, strict=True))
+    others.append(samples)
+
+
+@pytest.mark.parametrize("leaf", ["to_q", "to_out.0", "add_k_proj", "to_add_out"])
+def test_a_lora_acts_on_every_kind_of_layer(engine, run, ask, transformer, tmp_path, leaf):
+    async def scenario():
+        base = await engine.generate(ask("base"))
+        await engine.load_lora(write_lora(tmp_path / "lora", transformer, 1, (leaf,)))
+        changed = await engine.generate(ask("changed"))
+        await engine.remove_lora()
+        return base, changed
+
+    base, changed = run(scenario())
+    assert not same(base, changed, 1e-3)
+
+
+def test_many_swaps_leave_one_adapter_in_memory(engine, run, loras):
+    async def scenario():
+        for i in range(6):
+            await engine.load_lora(loras[i % 2])
+        loaded = await engine._omni.list_loras()
+        await engine.remove_lora()
+        return loaded
+
+    assert len(run(scenario())) == 1
+
+
+def test_a_lora_that_does_not_fit_leaves_the_old_one_serving(engine, run, ask, loras, transformer, tmp_path):
+    strange = {name.replace("transformer_blocks.0", "transformer_blocks.99"): w for name, w in transformer.items()}
+    cut = {name: weight[:, :-1] if weight.ndim == 2 else weight for name, weight in transformer.items()}
+    bad = {
+        "transformer_blocks.99": write_lora(tmp_path / "strange", strange, 1),
+        "does not fit": write_lora(tmp_path / "cut", cut, 1),
+        "to_nothing": write_lora(tmp_path / "leaf", {"attn.to_nothing.weight": torch.ones(4, 4)}, 1, ("to_nothing",)),
+    }
+
+    async def scenario():
+        await engine.load_lora(loras[0])
+        old, version = await engine.generate(ask("old")), engine.policy_version
+        for message, folder in bad.items():
+            with pytest.raises(RolloutError, match=message):
+                await engine.load_lora(folder)
+        with pytest.raises(ValueError, match="remove_lora"):
+            await engine.load_lora(loras[1], scale=0.0)
+        still = await engine.generate(ask("still"))
+        await engine.remove_lora()
+        return old, still, version
+
+    old, still, version = run(scenario())
+    assert torch.equal(old.trajectory_latents, still.trajectory_latents) and still.policy_version == version
+
+
+def test_weights_are_replaced_as_a_whole_under_wrapped_layers_too(engine, run, ask, loras, transformer):
+    original = {f"transformer.{name}": tensor for name, tensor in transformer.items()}
+    changed = {name: tensor * 1.1 for name, tensor in original.items()}
+
+    async def scenario():
+        await engine.load_lora(loras[0])
+        await engine.remove_lora()
+        base = await engine.generate(ask("base"))
+        loaded = await engine.update_weights(changed)
+        new = await engine.generate(ask("new"))
+        await engine.update_weights(original.items())
+        return base, loaded, new, await engine.generate(ask("back"))
+
+    before = engine.policy_version + 2
+    base, loaded, new, back = run(scenario())
+    assert loaded == len(transformer)
+    assert not same(base, new, 1e-3) and torch.equal(base.trajectory_latents, back.trajectory_latents)
+    assert [sample.policy_version - before for sample in (base, new, back)] == [0, 1, 2]
+
+
+def test_weights_that_do_not_fit_change_nothing(engine, run, ask, transformer):
+    original = {f"transformer.{name}": tensor * 2 for name, tensor in transformer.items()}
+    name = next(name for name in original if name.endswith("to_q.weight"))
+    bad = {
+        name.replace("to_q", "to_x"): original | {name.replace("to_q", "to_x"): original[name]},
+        "to_qkv": {key: tensor for key, tensor in original.items() if key != name},
+        name: original | {name: original[name][:-1]},
+        "vae.x": original | {"vae.x": original[name]},
+    }
+
+    async def scenario():
+        base, version = await engine.generate(ask("base")), engine.policy_version
+        for message, weights in bad.items():
+            with pytest.raises(RolloutError, match=message):
+                await engine.update_weights(weights)
+        return base, await engine.generate(ask("still")), version
+
+    base, still, version = run(scenario())
+    assert torch.equal(base.trajectory_latents, still.trajectory_latents) and still.policy_version == version
+
+
+def test_a_sleeping_engine_says_so_and_wakes_up_as_it_was(engine, run, ask):
+    async def scenario():
+        before = await solo(engine, [ask("before")])
+        await engine.stats(reset=True)
+        await engine.sleep()
+        await engine.sleep()
+        for call in (engine.generate(ask("asleep")), engine.remove_lora()):
+            with pytest.raises(RolloutError, match="wake_up"):
+                await call
+        await engine.wake_up()
+        await engine.wake_up()
+        return [*before, await engine.generate(ask("after"))], await engine.stats()
+
+    (before, after), stats = run(scenario())
+    assert torch.equal(before.trajectory_latents, after.trajectory_latents)
+    assert before.policy_version == after.policy_version
+    assert stats.encodes_computed == 2  # the cached prompts were given up
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHED if kind.executor == "uni"], indirect=True, ids=str)
+def test_a_refused_sleep_names_the_key_and_leaves_the_engine_serving(engine, run, ask, monkeypatch):
+    check = worker_extension.check_sleep_mode
+    monkeypatch.setattr(worker_extension, "check_sleep_mode", lambda _, enabled: check(torch.device("cuda"), enabled))
+
+    async def scenario():
+        with pytest.raises(RolloutError, match=r"engine_kwargs\.vllm_omni\.enable_sleep_mode=true"):
+            await engine.sleep()
+        return await engine.generate(ask("awake"))
+
+    assert isinstance(run(scenario()), RolloutSample)
+
+
+@pytest.mark.parametrize(("device", "enabled"), [("cuda:1", True), ("cpu", False), ("cpu", True)])
+def test_sleep_is_granted_where_it_frees_what_there_is(device, enabled):
+    worker_extension.check_sleep_mode(torch.device(device), enabled)

@@ -1,0 +1,118 @@
+"""What the engine is started with, and what it is kept from logging."""
+
+import importlib.util
+import logging
+from pathlib import Path
+
+import pytest
+
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.launch import _REQUEST_ERRORS, drop_request_errors, engine_arguments
+from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
+
+PLAN = RolloutPlan(
+    mode=RolloutMode.STEP_WISE,
+    max_num_seqs=4,
+    request_batch_max_wait_ms=0.0,
+    rows_per_forward=2,
+    reason="the test says so",
+)
+
+
+def arguments(executor: str | None = None, **engine_kwargs):
+    return engine_arguments(PLAN, adapter="a.B", dtype="float32", executor=executor, engine_kwargs=engine_kwargs)
+
+
+def test_engine_arguments_follow_the_plan_exactly():
+    got = arguments(max_num_seqs=4, dtype="float32", rows_per_forward=2, enable_sleep_mode=True, vae_use_tiling=None)
+    assert got["step_execution"] is True and got["max_num_seqs"] == 4 and got["enable_sleep_mode"] is True
+    assert got["custom_pipeline_args"] == {"pipeline_class": "a.B", "rows_per_forward": 2}
+    assert "rows_per_forward" not in got and "vae_use_tiling" not in got
+
+
+@pytest.mark.parametrize(
+    ("engine_kwargs", "message"),
+    [
+        ({"max_num_seqs": 8}, "max_num_seqs=8, but the plan says 4"),
+        ({"rows_per_forward": 8}, "rows_per_forward=8, but the plan says 2"),
+        ({"engine_backend": "default"}, "engine_backend='default', but"),
+    ],
+)
+def test_what_contradicts_the_plan_is_refused(engine_kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        arguments(**engine_kwargs)
+
+
+def test_a_key_that_the_engine_would_drop_is_refused():
+    with pytest.raises(ConfigError, match=r"enforce_eagre .*enforce_eager\?"):
+        arguments(enforce_eagre=True)
+
+
+@pytest.mark.parametrize(
+    ("engine_kwargs", "expected"),
+    [
+        ({}, "uni"),
+        ({"num_gpus": 1, "tensor_parallel_size": 1, "ulysses_degree": None, "hsdp_shard_size": -1}, "uni"),
+        ({"vae_use_slicing": True, "num_weight_load_threads": 4}, "uni"),
+        ({"parallel_config": {"tensor_parallel_size": 1}}, "uni"),
+        ({"num_gpus": 2}, "mp"),
+        ({"tensor_parallel_size": 2}, "mp"),
+        ({"tensor_parallel_size": "2"}, "mp"),
+        ({"cfg_parallel_size": 2}, "mp"),
+        ({"data_parallel_size": 2}, "mp"),
+        ({"vae_patch_parallel_size": 2}, "mp"),
+        ({"ulysses_degree": 2}, "mp"),
+        ({"ring_degree": 2, "ulysses_degree": 1}, "mp"),
+        ({"text_encoder_tp_size": 2}, "mp"),
+        ({"use_hsdp": True, "hsdp_shard_size": 2}, "mp"),
+        ({"parallel_config": {"tensor_parallel_size": 2}}, "mp"),
+        ({"distributed_executor_backend": "mp"}, "mp"),
+        ({"distributed_executor_backend": None}, "uni"),
+    ],
+)
+def test_one_device_is_driven_from_this_process_and_several_from_their_own(engine_kwargs, expected):
+    assert arguments(**engine_kwargs)["distributed_executor_backend"] == expected
+
+
+def test_the_executor_that_was_asked_for_is_taken():
+    assert arguments("mp")["distributed_executor_backend"] == "mp"
+    assert arguments("uni", tensor_parallel_size=2)["distributed_executor_backend"] == "uni"  # the engine refuses it
+
+
+INLINE, RUNNER, OMNI = _REQUEST_ERRORS
+DROPPED = [
+    (INLINE, "Diffusion request %s failed: %s"),
+    (RUNNER, "Stepwise request preparation failed for %s: %s"),
+    (RUNNER, "Stepwise per-request error for %s: %s"),
+    (OMNI, "[AsyncOmni] Orchestrator error for req=%s stage-%s: %s"),
+]
+KEPT = [
+    (INLINE, "[InlineStageDiffusionClient] stage-%s [rep-%s] diffusion executor died unexpectedly."),
+    (INLINE, "Diffusion request %s timed out"),
+    (RUNNER, "Stepwise mode is off"),
+    (RUNNER, "the forward failed: Diffusion request %s failed: %s"),
+    (OMNI, "[AsyncOmni] Engine dead: %s"),
+    (OMNI, "[AsyncOmni] final_output_loop failed."),
+    ("verl_omni.pipelines.model_base", "request %s failed"),
+    *[(f"vllm_omni.{name}", message) for _, message in DROPPED for name in ("diffusion", "some.other.module")],
+]
+
+
+def test_only_what_the_engine_says_of_one_failed_request_is_dropped():
+    drop_request_errors()
+    drop_request_errors()  # as the next engine of this process does
+
+    def passes(name: str, message: str) -> bool:
+        log = logging.getLogger(name)
+        return bool(log.filter(log.makeRecord(name, logging.ERROR, "file", 1, message, ("r", 0, "x"), None)))
+
+    assert [message for name, message in DROPPED if passes(name, message)] == []
+    assert [(name, message) for name, message in KEPT if not passes(name, message)] == []
+    assert all(len(logging.getLogger(name).filters) == 1 for name in _REQUEST_ERRORS)
+
+
+@pytest.mark.parametrize(("name", "message"), DROPPED)
+def test_the_installed_engine_says_it_in_these_words(name, message):
+    root = Path(importlib.util.find_spec("vllm_omni").submodule_search_locations[0])
+    source = root.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+    assert f'"{message}"' in source

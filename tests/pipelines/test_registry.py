@@ -29,7 +29,7 @@ def test_a_registered_class_is_found_by_name_and_path():
 
 def test_what_is_not_registered_names_what_is():
     with pytest.raises(
-        ValueError, match="'NoPipeline'.*QwenImagePipeline/flow_grpo.*StableDiffusion3Pipeline/flow_grpo"
+        ValueError, match=r"'NoPipeline'.*QwenImagePipeline/flow_grpo.*StableDiffusion3Pipeline/flow_grpo"
     ):
         VllmOmniPipelineBase.get_class("NoPipeline")
 

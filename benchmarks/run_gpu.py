@@ -82,7 +82,7 @@ async def measure(model: Path, mode: RolloutMode, cap: int, args: argparse.Names
         plan=plan,
         adapter=f"{adapter.__module__}.{adapter.__name__}",
         dtype="float32" if args.tiny else "bfloat16",
-        engine_kwargs={"enforce_eager": args.eager or args.tiny},
+        engine_kwargs={"enforce_eager": args.eager or args.tiny, **args.engine},
     ) as engine:
         started = time.perf_counter() - start
         first, _ = await burst(engine, requests(args, cap, "warm"))
@@ -90,6 +90,11 @@ async def measure(model: Path, mode: RolloutMode, cap: int, args: argparse.Names
         runs = [await burst(engine, requests(args, cap, f"run{repeat}")) for repeat in range(args.repeats)]
         stats = (await engine.stats()).as_dict()
         _, alone = await burst(engine, requests(args, 1, "alone"))
+        if args.profile:
+            with torch.profiler.profile() as profiler:
+                await burst(engine, requests(args, cap, "profile"))
+            table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40)
+            args.profile.with_suffix(f".{mode.value}.txt").write_text(table)
     seconds, samples = [took for took, _ in runs], runs[-1][1]
     latents = torch.cat([sample.trajectory_latents for sample in samples if sample.trajectory_latents is not None])
     solo = alone[0].trajectory_latents
@@ -138,6 +143,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments, as JSON")
+    parser.add_argument("--profile", type=Path, help="write where the time of one more burst goes, by kernel")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.size = args.size or (64 if args.tiny else SIZE[args.family])
@@ -165,7 +172,7 @@ def main() -> None:
         "attention": os.environ.get("DIFFUSION_ATTENTION_BACKEND", "the engine's choice"),
         "matrix_peak_tflops": peak,
         "versions": {"torch": torch.__version__, **{n: version(n) for n in ("vllm-omni", "diffusers", "transformers")}},
-        "workload": {name: getattr(args, name) for name in ("family", "size", "text", "repeats", "eager")},
+        "workload": {name: getattr(args, name) for name in ("family", "size", "text", "repeats", "eager", "engine")},
         "rows": rows,
     }
     args.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -263,6 +263,42 @@ def test_a_decode_that_fails_fails_its_request_alone(engine, ask, monkeypatch):
     assert "planted" in str(outputs[1])
 
 
+WRONG = {
+    "encode": lambda hook: lambda *args: {},
+    "draw_latents": lambda hook: lambda *args: hook(*args)[..., :-1],
+    "predict_velocity": lambda hook: lambda *args: hook(*args)[None],
+    "decode": lambda hook: lambda *args: hook(*args)[:, :1],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_hook_that_returns_another_shape_is_named_and_spoils_no_mate(engine, ask, monkeypatch, name):
+    marked = ask(seed=5, prompt="the one that goes wrong")
+    mates = [ask(seed=seed) for seed in (1, 2)]
+    want = engine.run(*mates)
+    hook = getattr(engine.pipeline, name)
+    first = engine.run(marked)[0].trajectory_latents[0, 0]
+    last = engine.run(dataclasses.replace(marked, output_type="latent"))[0].images[0][0]
+    engine.pipeline.release()
+
+    def concerns(args):
+        if name == "encode":
+            return args[0] == engine.pipeline.text_to_ids(marked.prompt)
+        if name == "draw_latents":
+            return args[2].initial_seed() == 5
+        if name == "decode":
+            return any(torch.allclose(row, last, atol=1e-4) for row in args[0])
+        return any(torch.equal(row, first) for row in args[0])
+
+    def wrapped(*args):
+        return WRONG[name](hook)(*args) if concerns(args) else hook(*args)
+
+    monkeypatch.setattr(engine.pipeline, name, wrapped, raising=False)
+    outputs = engine.run(marked, *mates)
+    assert f"{name} returned" in str(outputs[0])
+    assert all(same(output, expected) for output, expected in zip(outputs[1:], want, strict=True))
+
+
 def test_token_ids_in_every_form_equal_the_text(engine, ask):
     text = "a blue square"
     want = engine.run(ask(prompt=text))[0]

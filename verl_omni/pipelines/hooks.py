@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -106,3 +106,18 @@ class ModelHooks:
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Image tokens, from which a resolution-dependent schedule shifts."""
         return latent_shape[0]
+
+
+def check_shape(hook: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor`, if it has `shape`: one request's wrong answer would spoil those of its batch mates."""
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{hook} returned {list(tensor.shape)}, not {list(shape)}")
+    return tensor
+
+
+def check_embeds(embeds: PromptEmbeds) -> PromptEmbeds:
+    """`embeds`, if they are what ``encode`` is to return."""
+    text = embeds.get("prompt_embeds") if isinstance(embeds, dict) else None
+    if not isinstance(text, Tensor) or text.ndim != 2 or not len(text):
+        raise ValueError('encode returned no "prompt_embeds" of shape [L, D] with at least one token')
+    return embeds

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl_omni.pipelines.hooks import check_shape
 from verl_omni.pipelines.rows import rollout_of
 
 if TYPE_CHECKING:
@@ -52,5 +53,5 @@ def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at
 
 def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int) -> Tensor:
     """uint8 [B, 3, H, W], `rows_at_once` at a time: the VAE's activations are the peak of a rollout's memory."""
-    images = [decode(rows, size) for rows in latents.split(rows_at_once)]
+    images = [check_shape("decode", decode(rows, size), (len(rows), 3, *size)) for rows in latents.split(rows_at_once)]
     return torch.cat([(image.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8) for image in images])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
-from verl_omni.pipelines.hooks import ModelHooks
+from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
 from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
@@ -88,7 +88,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         latents, rows = [], []
         for i in range(params.num_outputs):
             generator = torch.Generator(device=self.device).manual_seed(row_seed(params.seed, i))
-            latents.append(self.draw_latents(params.height, params.width, generator))
+            drawn = self.draw_latents(params.height, params.width, generator).float()
+            latents.append(check_shape("draw_latents", drawn, shape))
             rows.append(self._tables.row(params, tokens, generator))
         state.latents = torch.stack(latents)
         state.timesteps, _ = self._tables.schedule(params.num_inference_steps, tokens)
@@ -208,7 +209,7 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         else:
             ids = self._tokenize(text)
         limit = params.max_sequence_length
-        embeds, computed = self._prompts.get((ids, limit), lambda: self.encode(ids, limit))
+        embeds, computed = self._prompts.get((ids, limit), lambda: check_embeds(self.encode(ids, limit)))
         self.stats.encodes_requested += 1
         self.stats.encodes_computed += computed
         return embeds
@@ -245,13 +246,14 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others."""
         timesteps, first = batch.timesteps, forwards[0]
         if first.index is None:
-            return self.predict_velocity(batch.latents, timesteps, first.text, batch.size).float()
+            velocity = self.predict_velocity(batch.latents, timesteps, first.text, batch.size).float()
+            return check_shape("predict_velocity", velocity, batch.latents.shape)
         velocity = torch.zeros_like(batch.latents)
         for forward in forwards:
             rows = forward.index
-            velocity[rows] = self.predict_velocity(
-                batch.latents[rows], timesteps[rows], forward.text, batch.size
-            ).float()
+            latents = batch.latents[rows]
+            part = self.predict_velocity(latents, timesteps[rows], forward.text, batch.size).float()
+            velocity[rows] = check_shape("predict_velocity", part, latents.shape)
         return velocity
 
 

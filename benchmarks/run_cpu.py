@@ -16,6 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,13 @@ async def measure(model: Path, mode: RolloutMode, args: argparse.Namespace) -> d
     return {"mode": mode.value, "max_num_seqs": cap, "seconds": statistics.median(counted), "all": counted, **stats}
 
 
+def pooled(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of one mode as one row: engines differ from start to start, so one start proves little."""
+    seconds = [took for run in runs for took in run["all"]]
+    sizes: Counter[int] = sum((Counter(run["batch_sizes"]) for run in runs), Counter())
+    return {**runs[0], "seconds": statistics.median(seconds), "all": seconds, "batch_sizes": dict(sizes)}
+
+
 def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The rows with ratios, and all that is needed to read them later."""
     serial = next(row["seconds"] for row in rows if row["mode"] == "serial")
@@ -85,7 +94,7 @@ def record(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, An
         "date": time.strftime("%Y-%m-%d"),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-        "workload": {name: getattr(args, name) for name in ("requests", "cap", "steps", "size", "repeats")},
+        "workload": {name: getattr(args, name) for name in ("requests", "cap", "steps", "size", "repeats", "rounds")},
         "rows": rows,
     }
 
@@ -97,12 +106,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=9, help="bursts of a mode in one round")
+    parser.add_argument("--rounds", type=int, default=3, help="engines started of each mode, in turn")
     parser.add_argument("--out", type=Path, default=HERE / "cpu_modes.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = build("qwen_image", Path(folder) / "model")
-        rows = [asyncio.run(measure(model, mode, args)) for mode in RolloutMode]
+        rounds = [[asyncio.run(measure(model, mode, args)) for mode in RolloutMode] for _ in range(args.rounds)]
+    rows = [pooled(runs) for runs in zip(*rounds, strict=True)]
     result = record(args, rows)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     say(f"{'mode':<14} {'seconds':>8} {'images/s':>9} {'x serial':>9}  rows in a forward: forwards")

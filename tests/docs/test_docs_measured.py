@@ -86,7 +86,7 @@ def test_the_workloads_and_machines_are_those_of_the_records():
     load = CPU["workload"]
     assert f"({CPU['device']})" in text
     assert f"{load['requests']} requests at {load['size']}×{load['size']}" in text
-    assert f"{load['steps']} steps, {load['repeats']} repeats" in text
+    assert f"{load['steps']} steps, {load['rounds']} rounds of {load['repeats']} repeats" in text
     for measured in GPU:
         size = measured["workload"]["size"]
         assert f"one {measured['device']} " in text

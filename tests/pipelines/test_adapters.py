@@ -299,6 +299,19 @@ def test_a_hook_that_returns_another_shape_is_named_and_spoils_no_mate(engine, a
     assert all(same(output, expected) for output, expected in zip(outputs[1:], want, strict=True))
 
 
+@pytest.mark.parametrize("name", ["text_to_ids", "encode", "predict_velocity", "decode"])
+def test_a_hook_that_asks_the_process_to_stop_ends_its_request_only(engine, ask, monkeypatch, name):
+    def stop(*args):
+        raise SystemExit("enough")
+
+    want = engine.run(ask())[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pipeline, "_tokenize" if name == "text_to_ids" else name, stop, raising=False)
+        engine.pipeline.release()
+        assert "the adapter raised SystemExit: enough" in str(engine.run(ask())[0])
+    assert same(engine.run(ask())[0], want)
+
+
 def test_token_ids_in_every_form_equal_the_text(engine, ask):
     text = "a blue square"
     want = engine.run(ask(prompt=text))[0]

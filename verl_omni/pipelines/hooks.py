@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -106,6 +108,15 @@ class ModelHooks:
     def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
         """Image tokens, from which a resolution-dependent schedule shifts."""
         return latent_shape[0]
+
+
+@contextlib.contextmanager
+def contained() -> Iterator[None]:
+    """Turn what would end the engine's own loop, and leave every request waiting, into an error of this request."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as stop:
+        raise RuntimeError(f"the adapter raised {type(stop).__name__}: {stop}") from stop
 
 
 def check_shape(hook: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl_omni.pipelines.hooks import check_shape
+from verl_omni.pipelines.hooks import check_shape, contained
 from verl_omni.pipelines.rows import rollout_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at
     latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
     size = (rollouts[0].params.height, rollouts[0].params.width)
     try:
-        media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once)
+        with contained():
+            media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once)
     except Exception as error:
         if len(states) > 1:
             logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)

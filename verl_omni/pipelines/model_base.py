@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
-from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape
+from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
 from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
@@ -221,7 +221,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
     def _velocity(self, batch: RowBatch) -> Tensor:
         """Guided velocity [B, ...] float32. If the forward fails, each request is tried alone and may fail alone."""
         try:
-            return self.guided_velocity(batch)
+            with contained():
+                return self.guided_velocity(batch)
         except Exception as error:
             if len(batch.states) == 1:
                 logger.error("the forward of request %s failed", batch.states[0].request_id, exc_info=error)
@@ -261,7 +262,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
 def _told(state: StepRequestState) -> Iterator[None]:
     """Log the traceback of what is no fault of the request: its error tells only the message."""
     try:
-        yield
+        with contained():
+            yield
     except RequestError:
         raise
     except Exception:

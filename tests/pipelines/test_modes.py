@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_omni.pipelines.registry import AdapterRegistry
-from verl_omni.testing.harness import AdapterEngine
+from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
 
@@ -69,3 +69,17 @@ def test_modes_orders_company_and_engines_agree(request, family, architecture):
             same(engine.run(*company, *requests)[4:], wanted, 1e-5)
     with AdapterEngine(adapter, model, mode) as engine:
         same(engine.run(*requests), first, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")]
+)
+def test_a_joiner_of_a_bfloat16_model_meets_float32_latents(request, family, architecture):
+    adapter, model = AdapterRegistry.get_class(architecture), request.getfixturevalue(f"tiny_{family}")
+    first, second = group(adapter.cfg_key)[:2]
+    with AdapterEngine(adapter, model, RolloutMode.STEP_WISE, torch.bfloat16) as engine:
+        outputs = engine.run(first, Arrival(request=second, after=1))
+    for output in outputs:
+        latents = output.trajectory_latents
+        assert latents.dtype == torch.float32
+        assert not torch.equal(latents, latents.bfloat16().float())

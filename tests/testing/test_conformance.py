@@ -6,7 +6,7 @@ import pytest
 
 from tests.testing import broken_adapters
 from verl_omni.pipelines.registry import AdapterRegistry
-from verl_omni.testing.conformance import main, run_conformance
+from verl_omni.testing.conformance import CHECKS, main, run_conformance
 from verl_omni.workers.rollout.plan import RolloutMode
 
 pytestmark = pytest.mark.engine
@@ -34,7 +34,9 @@ def test_the_built_in_adapters_conform_in_all_modes(request, family, architectur
         (broken_adapters.NeverEncodes, {"equals solo", "order and company"}),
     ],
 )
-def test_a_planted_fault_is_found(tiny_qwen, adapter, checks):
+def test_a_planted_fault_is_found(tiny_qwen, monkeypatch, adapter, checks):
+    wanted = tuple(check for check in CHECKS if check in checks)  # the others would only take time
+    monkeypatch.setattr("verl_omni.testing.conformance.CHECKS", wanted)
     report = run_conformance(adapter, tiny_qwen, modes=[RolloutMode.REQUEST_LEVEL])
     assert checks <= {result.check for result in report.results if result.failures}
     with pytest.raises(AssertionError, match=f"{adapter.__name__} does not conform"):

@@ -139,6 +139,20 @@ def test_what_is_in_the_way_of_the_outputs_is_named(tmp_path):
             check_output_dir(GenerationConfig(output_dir=str(tmp_path / folder)))
 
 
+def test_a_folder_that_cannot_be_made_is_found_before_the_run_and_a_fine_one_is_left_unmade(tmp_path):
+    with pytest.raises(ConfigError, match="'/proc/no/such' cannot be written"):
+        check_output_dir(GenerationConfig(output_dir="/proc/no/such"))
+    check_output_dir(GenerationConfig(output_dir=str(tmp_path / "a" / "b")))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_request_whose_prompt_is_no_text_spoils_no_file(tmp_path):
+    odd = (RolloutRequest(request_id="0003-00", prompt=5), RolloutError("0003-00", "prompt must be a string"))
+    write(tmp_path, [*RESULTS, odd])
+    assert {"grid.png", "rollout.json", "trajectories.safetensors"} <= files(tmp_path)
+    assert (tmp_path / "trajectories.safetensors").stat().st_mode == (tmp_path / "rollout.json").stat().st_mode
+
+
 @pytest.mark.parametrize(
     ("size", "fitted"),
     [

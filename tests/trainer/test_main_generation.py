@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -114,6 +115,32 @@ def test_bad_configurations_end_with_status_2_and_one_message(minimal, overrides
     err = capfd.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.engine
+def test_ctrl_c_writes_what_is_finished(minimal, tiny_qwen, tmp_path, monkeypatch, caplog):
+    """`minimal` but for the model; the interrupt arrives as asyncio delivers it, after the second result."""
+    finished = []
+
+    def update(self, n=1):
+        finished.append(n)
+        if len(finished) == 2:
+            asyncio.current_task().cancel()
+
+    monkeypatch.setattr("tqdm.tqdm.update", update)
+    arguments = [
+        *minimal[1:],
+        f"actor_rollout_ref.model.path={tiny_qwen}",
+        f"{ROLLOUT}.dtype=float32",
+        f"{ROLLOUT}.n=6",
+    ]
+    arguments += [f"{ROLLOUT}.pipeline.{name}=64" for name in ("height", "width")]
+    assert main(arguments) == 1
+    report = json.loads((tmp_path / "out" / "rollout.json").read_text())
+    assert report["num_images"] == 2
+    assert [failure["error"] for failure in report["failed"]] == ["interrupted"] * 4
+    assert "interrupted: 2 of 6 requests are finished" in caplog.text
+    assert (tmp_path / "out" / "trajectories.safetensors").is_file()
 
 
 def test_a_bad_row_is_a_bad_configuration(minimal, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 import math
@@ -97,12 +98,18 @@ class GenerationJob:
                 await _load_lora(engine, model.lora_path, model.lora_scale)
             with tqdm(total=len(self.requests), desc="rollout", unit="request", file=own_stderr()) as progress:
                 start = time.perf_counter()
-                async for result in engine.generate_all(self.requests):
-                    results[str(result.request_id)] = result
-                    progress.update()
+                try:
+                    async for result in engine.generate_all(self.requests):
+                        results[str(result.request_id)] = result
+                        progress.update()
+                except asyncio.CancelledError:  # Ctrl-C: what is finished is written all the same
+                    logger.error("interrupted: %d of %d requests are finished", len(results), len(self.requests))
                 seconds = time.perf_counter() - start
             stats = await _stats(engine)
-        ordered = [(request, results[request.request_id]) for request in self.requests]
+        ordered = [
+            (request, results.get(request.request_id) or RolloutError(request.request_id, "interrupted"))
+            for request in self.requests
+        ]
         report = RunReport(plan=self.plan, stats=stats, seconds=seconds, peak_memory_mb=_peak_memory_mb(ordered))
         columns = rollout.n if rollout.n > 1 else math.ceil(math.sqrt(len(ordered)))
         write_outputs(self.settings.generation, ordered, report, columns=columns)

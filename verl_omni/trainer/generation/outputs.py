@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,24 +75,43 @@ def check_output_dir(config: GenerationConfig) -> None:
     blocked = [folder / name for name in (GRID, TRAJECTORIES, REPORT) if (folder / name).is_dir()]
     if (folder / IMAGES).exists() and not (folder / IMAGES).is_dir():
         blocked.append(folder / IMAGES)
-    while not folder.exists():
-        folder = folder.parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        blocked.append(folder)
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    nearest = missing[-1].parent if missing else folder
+    if not nearest.is_dir():
+        blocked.append(nearest)
     if blocked:
         raise ConfigError(
             f"generation.output_dir={config.output_dir!r}: {blocked[0]} is in the way; give another folder"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"generation.output_dir={config.output_dir!r} cannot be written: {error}; give another folder"
+        ) from error
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def write_outputs(config: GenerationConfig, results: Results, report: RunReport, *, columns: int) -> None:
-    """Write all files into `config.output_dir`, in place of those of an earlier run; ``rollout.json`` comes last.
+    """Write all files into `config.output_dir`, in place of those of an earlier run; the grid, an ornament, comes last.
 
     `columns` is the width of the grid in images. Files that no run writes are left alone.
     """
     folder = Path(config.output_dir)
     remove_outputs(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)
+    (folder / REPORT).write_text(content + "\n", encoding="utf-8")
+    if config.save_trajectories:
+        from safetensors.torch import save_file
+
+        save_file(trajectory_tensors(results), folder / TRAJECTORIES)
+        (folder / TRAJECTORIES).chmod((folder / REPORT).stat().st_mode)  # the library keeps it to its owner
     if config.save_images:
         for name, image in _images(results):
             (folder / IMAGES).mkdir(exist_ok=True)
@@ -100,12 +120,6 @@ def write_outputs(config: GenerationConfig, results: Results, report: RunReport,
         from verl_omni.trainer.generation.grid import draw_grid
 
         draw_grid(tiles, columns).save(folder / GRID)
-    if config.save_trajectories:
-        from safetensors.torch import save_file
-
-        save_file(trajectory_tensors(results), folder / TRAJECTORIES)
-    content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)
-    (folder / REPORT).write_text(content + "\n", encoding="utf-8")
 
 
 def remove_outputs(folder: Path) -> None:
@@ -178,7 +192,7 @@ def _tiles(results: Results) -> Iterator[Tile]:
     from verl_omni.trainer.generation.grid import Tile
 
     for request, result in results:
-        prompt = request.prompt or "(token ids)"
+        prompt = "(token ids)" if request.prompt_token_ids is not None else str(request.prompt)
         if isinstance(result, RolloutError):
             yield Tile(image=None, label=request.request_id, prompt=prompt)
         for name, image in _images([(request, result)]):

@@ -137,6 +137,11 @@ def test_windows_lie_where_they_may_or_are_refused(size, lo, hi, steps, seed):
             sample_sde_window(**ask)
 
 
+def test_a_size_that_does_not_fit_names_no_range_that_nobody_gave():
+    with pytest.raises(ValueError, match=r"^sde_window_size=9 does not fit into 4 steps$"):
+        sample_sde_window(sde_window_size=9, sde_window_range=None, num_timesteps=4)
+
+
 def test_every_place_of_a_window_is_drawn():
     generator = torch.Generator().manual_seed(0)
     ask = dict(sde_window_size=2, sde_window_range=(1, 6), num_timesteps=10, generator=generator)

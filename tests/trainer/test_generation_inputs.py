@@ -165,3 +165,12 @@ def test_the_default_negative_prompt_is_for_rows_without_one(tmp_path):
     rows.append({"prompt": "d", "negative_prompt_token_ids": [1]})
     made = requests(tmp_path, rows, DiffusionRolloutConfig(), negative_prompt=" ")
     assert [r.negative_prompt for r in made] == [" ", "x", None, None]
+
+
+def test_a_parquet_column_that_reads_like_a_slip_is_told(tmp_path, caplog):
+    file = tmp_path / "p.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "hight": [64], "data_source": ["own"]}), file)
+    assert len(read_prompts([file])) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: the column hight is not read; did you mean height?"
+    ]

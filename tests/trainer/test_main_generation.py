@@ -97,6 +97,8 @@ def test_misspelt_keys_are_named_with_the_nearest(minimal, form, capfd):
         (["data.max_sample=1"], "did you mean data.max_samples?"),
         (["daat.max_samples=1"], "did you mean data?"),
         (["actor_rollout_ref.rollout.n=0"], "rollout.n=0 must be"),
+        (["rollout.n=2"], "did you mean actor_rollout_ref.rollout?"),
+        (["pipeline.height=64"], "did you mean actor_rollout_ref.rollout.pipeline?"),
         (["generation.output_dir=/dev/null"], "/dev/null is in the way"),
         (["generation.grid=7"], "generation.grid=7 must be true or false"),
         ([f"{ROLLOUT}.max_num_seqs=2.5"], "integer of at least 1"),

@@ -147,6 +147,8 @@ def sample_sde_window(
     size = sde_window_size
     lo, hi = sde_window_range if sde_window_range is not None else (0, max(num_timesteps - 1, size))
     if not (size >= 0 and lo >= 0 and lo + size <= hi <= num_timesteps):
+        if sde_window_range is None:
+            raise ValueError(f"sde_window_size={size} does not fit into {num_timesteps} steps")
         raise ValueError(
             f"sde_window_size={size} does not fit into sde_window_range=[{lo}, {hi}] of {num_timesteps} steps; "
             f"need 0 <= lo, lo + size <= hi <= num_inference_steps"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from verl_omni.workers.config import ConfigError
-from verl_omni.workers.config.base import unknown_key
+from verl_omni.workers.config.base import nearest, unknown_key
 from verl_omni.workers.rollout.request import RolloutRequest
+
+logger = logging.getLogger(__name__)
 
 ROW_KEYS = frozenset(item.name for item in fields(RolloutRequest)) - {"request_id"}
 """What a row may set: everything a request takes."""
@@ -74,9 +77,13 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
 
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        columns = [name for name in table.schema_arrow.names if name in ROW_KEYS]
+        names = table.schema_arrow.names
+        columns = [name for name in names if name in ROW_KEYS]
+        for name in names:  # other columns are a trainer's business, but not what looks like a slip
+            if name not in ROW_KEYS and (near := nearest(name, ROW_KEYS)):
+                logger.warning("%s: the column %s is not read; did you mean %s?", file, name, near)
         if not {"prompt", "prompt_token_ids"} & set(columns):
-            raise ConfigError(f"{file}: has no column prompt; there are {', '.join(table.schema_arrow.names)}")
+            raise ConfigError(f"{file}: has no column prompt; there are {', '.join(names)}")
         rows = table.read(columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{file}: no readable parquet file: {error}") from error

@@ -76,6 +76,9 @@ def nearest(key: str, known: Collection[str], cutoff: float = NEAR) -> str | Non
 
 def unknown_key(key: str, known: Collection[str]) -> str:
     """The message about a (dotted) key that is not one of `known`: the nearest, or all that may stand in its place."""
+    for name in sorted(known):  # the end of a path, written without its beginning
+        if f".{key}." in f"{name}.":
+            return f"{key} is not a known key; did you mean {name[: name.index(f'.{key}')]}.{key}?"
     prefix = key[: key.rfind(".") + 1]
     places = {name.removeprefix(prefix).split(".")[0] for name in known if name.startswith(prefix)}
     near = nearest(key, known) or nearest(key, {prefix + place for place in places})

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.docs.pages import documented_messages, matches
-from verl_omni.trainer.generation.job import GenerationJob, device_name
+from verl_omni.trainer.generation.job import GenerationJob
 from verl_omni.trainer.main_generation import compose, main
+from verl_omni.trainer.rollout_setup import device_name
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
 from verl_omni.workers.rollout.seeds import request_seed

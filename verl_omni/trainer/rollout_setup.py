@@ -1,0 +1,103 @@
+"""What every run settles about its rollouts before an engine starts: which adapter, which plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
+from verl_omni.workers.rollout.external_lib import import_external_lib
+from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutPlan, resolve_plan
+from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
+from verl_omni.workers.rollout.request import RolloutRequest
+
+logger = logging.getLogger(__name__)
+
+_CAN_ALL = AdapterCapabilities(name="any adapter", request_batch=True, missing_step_methods=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetup:
+    """A rollout that can start; no model is loaded yet."""
+
+    architecture: str
+    """``_class_name`` of the checkpoint, or what the configuration says instead."""
+    adapter_path: str
+    """Import path of the adapter class."""
+    plan: RolloutPlan
+    """How the engine starts."""
+
+
+def resolve_rollout(
+    model: DiffusionModelConfig, rollout: DiffusionRolloutConfig, requests: Sequence[RolloutRequest]
+) -> RolloutSetup:
+    """Check what the rollout needs, what is cheap first, and choose its mode. Logs what is configured without effect.
+
+    `requests` are those of the run, or some that stand for them. Raises :class:`ConfigError`.
+    """
+    check_engine_keys(rollout.engine_options(), engine_keys())
+    profile = RolloutProfile.load(rollout.profile) if rollout.profile is not None else None
+    resolve_plan(rollout, _CAN_ALL)  # contradictions show without the adapter, which takes seconds to import
+    architecture = model.resolve_architecture()
+    if rollout.external_lib is not None:
+        import_external_lib(rollout.external_lib)
+    adapter, path = _adapter(architecture, model.algorithm)
+    check_engine_values(rollout.engine_options())
+    key = None
+    if profile is not None:
+        cfg = any(is_guided(request, adapter) for request in requests)
+        key = ProfileKey.of(rollout, model=model.path, device=device_name(), cfg=cfg)
+    plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key)
+    for note in _guidance_notes(rollout, requests, adapter):
+        logger.warning(note)
+    return RolloutSetup(architecture=architecture, adapter_path=path, plan=plan)
+
+
+def _adapter(architecture: str, algorithm: str) -> tuple[type, str]:
+    """The adapter class and its import path."""
+    from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+    try:
+        adapter = VllmOmniPipelineBase.get_class(architecture, algorithm)
+        return adapter, VllmOmniPipelineBase.get_pipeline_path(architecture, algorithm)
+    except ValueError as error:
+        raise ConfigError(f"actor_rollout_ref.model: {error}") from error
+
+
+def device_name() -> str:
+    """The device as profiles name it: by its driver's name, "cpu" without one."""
+    from vllm_omni.platforms import current_omni_platform
+
+    cuda = current_omni_platform.is_cuda_alike()
+    return current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
+
+
+def is_guided(request: RolloutRequest, adapter: type) -> bool:
+    """Whether the adapter runs guidance for `request`: by the scale that it reads, or its own where that is null."""
+    scale = getattr(request, getattr(adapter, "cfg_key", ""), None)
+    if scale is None:
+        scale = getattr(adapter, "default_cfg_scale", 1.0)
+    return isinstance(scale, (int, float)) and scale > 1 and _has_negative(request)
+
+
+def _has_negative(request: RolloutRequest) -> bool:
+    return request.negative_prompt is not None or request.negative_prompt_token_ids is not None
+
+
+def _guidance_notes(
+    rollout: DiffusionRolloutConfig, requests: Sequence[RolloutRequest], adapter: type
+) -> Iterator[str]:
+    """Guidance that is configured without effect."""
+    from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+    cfg_key = getattr(adapter, "cfg_key", None)
+    scale = getattr(rollout.pipeline, cfg_key or "", None)
+    if scale is not None and scale > 1 and not any(_has_negative(request) for request in requests):
+        yield f"{cfg_key}={scale:g} has no effect: no row has a negative prompt; write e.g. data.negative_prompt=' '"
+    plain = getattr(adapter, "conditions", None) is VllmOmniPipelineBase.conditions  # no hook that may read the other
+    for other in ("true_cfg_scale", "guidance_scale"):
+        if plain and other != cfg_key and getattr(rollout.pipeline, other) is not None:
+            yield f"rollout.pipeline.{other} has no effect: {adapter.__name__} takes its guidance scale from {cfg_key}"

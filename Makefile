@@ -10,21 +10,25 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-compile
 STAMP := .venv/.installed
 TINY := .cache/tiny/qwen_image
-DEMO := outputs/demo
+ROLLOUT := outputs/rollout
 
 # Nothing here needs the network once installed, and no figures of a run are sent anywhere.
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
+export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help install demo test test-fast lint format docs bench clean distclean
+.PHONY: help install demo rollout test test-fast lint format docs bench clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 install: $(STAMP)  ## make .venv with the engine for CPU, the project and its tools
 
-demo: $(TINY)/model_index.json  ## run a rollout of the prompts in examples/prompts/demo.txt on a tiny random model
+demo: $(TINY)/model_index.json  ## train a tiny random model on the CPU, from prompts to a report
+	PYTHON=$(abspath $(BIN)/python) MODEL_PATH=$(TINY) examples/flowgrpo_trainer/tiny/run_tiny_cpu.sh
+
+rollout: $(TINY)/model_index.json  ## roll out the prompts in examples/prompts/demo.txt on a tiny random model
 	$(BIN)/python -m verl_omni.trainer.main_generation \
 		actor_rollout_ref.model.path=$(TINY) \
 		actor_rollout_ref.rollout.dtype=float32 \
@@ -38,8 +42,8 @@ demo: $(TINY)/model_index.json  ## run a rollout of the prompts in examples/prom
 		'actor_rollout_ref.rollout.algo.sde_window_range=[0,5]' \
 		data.val_files=examples/prompts/demo.txt \
 		data.negative_prompt=blurry \
-		generation.output_dir=$(DEMO)
-	@echo "Look at $(DEMO): grid.png shows the images, rollout.json tells what ran, trajectories.safetensors holds the recorded steps."
+		generation.output_dir=$(ROLLOUT)
+	@echo "Look at $(ROLLOUT): grid.png shows the images, rollout.json tells what ran, trajectories.safetensors holds the recorded steps."
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/pytest

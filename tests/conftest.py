@@ -1,6 +1,8 @@
 """Fixtures that all tests share. The environment is set before anything imports vLLM, which reads it once."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,27 @@ def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny Stable Diffusion 3.5, seed 0. Read only: the whole session shares it."""
     return _tiny("sd3", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A Ray of this machine's own, with 8 CPUs to hand out, whose processes find the tests. Quiet."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it would write a token into the home folder
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    root = str(Path(__file__).parents[1])
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}},
+    )
+    yield
+    ray.shutdown()
 
 
 def _tiny(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

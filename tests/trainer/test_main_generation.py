@@ -196,6 +196,13 @@ def test_external_adapter_without_step_methods(minimal, tmp_path, capfd, monkeyp
     assert "rename the file" in capfd.readouterr().err
 
 
+def test_keys_of_training_are_said_to_have_no_effect(minimal, caplog):
+    GenerationJob.prepare(compose([*minimal, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.replicas=2"]))
+    assert "actor_rollout_ref.model.lora_rank has no effect: it is for training" in caplog.text
+    assert "actor_rollout_ref.rollout.replicas has no effect" in caplog.text
+    assert "colocate" not in caplog.text
+
+
 QWEN, SD3 = "QwenImagePipeline", "StableDiffusion3Pipeline"
 
 

@@ -131,3 +131,19 @@ def test_cancelled_ones_let_the_others_go_on(cancelled: str, entered: set[str]):
         assert set(actors.log) >= entered
 
     asyncio.run(scenario())
+
+
+def test_a_change_may_bring_its_number_and_a_failed_one_leaves_the_old():
+    async def scenario() -> PolicyGate:
+        gate = PolicyGate()
+        async with gate.change(version=12):
+            pass
+        with pytest.raises(RuntimeError):
+            async with gate.change(version=13):
+                raise RuntimeError
+        assert gate.version == 12
+        async with gate.change():
+            pass
+        return gate
+
+    assert asyncio.run(scenario()).version == 13

@@ -1,4 +1,4 @@
-"""What a rollout adapter says about its model: class attributes and hooks."""
+"""What a rollout adapter says about its model: class attributes and hooks; the rules that its training shares."""
 
 from __future__ import annotations
 
@@ -21,7 +21,25 @@ Ids = tuple[int, ...]
 """Token ids of one prompt for one encoder."""
 
 
-class ModelHooks:
+class ModelRules:
+    """What the rollout of a model and its training must do alike."""
+
+    masks_text: ClassVar[bool] = True
+    """Whether the transformer takes a mask over padded text; if not, only equal text lengths share a forward."""
+    cfg_key: ClassVar[str] = "true_cfg_scale"
+    """The sampling parameter that holds the guidance scale."""
+    default_cfg_scale: ClassVar[float] = 1.0
+
+    def guide(self, cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
+        """Classifier-free guidance of velocities [B, ...] with one `scale` a row, [B, 1, …]."""
+        return uncond + scale * (cond - uncond)
+
+    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
+        """Image tokens, from which a resolution-dependent schedule shifts."""
+        return latent_shape[0]
+
+
+class ModelHooks(ModelRules):
     """The part of an adapter that differs from model to model; the stock pipeline beside it brings the components."""
 
     supports_request_batch: ClassVar[bool] = True
@@ -33,11 +51,6 @@ class ModelHooks:
 
     num_encoders: ClassVar[int] = 1
     """Text encoders that want token ids of their own."""
-    masks_text: ClassVar[bool] = True
-    """Whether the transformer takes a mask over padded text; if not, only equal text lengths share a forward."""
-    cfg_key: ClassVar[str] = "true_cfg_scale"
-    """The sampling parameter that holds the guidance scale."""
-    default_cfg_scale: ClassVar[float] = 1.0
     default_steps: ClassVar[int] = 50
     default_text_length: ClassVar[int] = 1024
     text_limit: ClassVar[int] = 1024
@@ -89,10 +102,6 @@ class ModelHooks:
         """Initial noise of one row, of :meth:`latent_shape`, float32; the first draw from the row's generator."""
         return torch.randn(self.latent_shape(height, width), generator=generator, device=self.device)
 
-    def guide(self, cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
-        """Classifier-free guidance of velocities [B, ...] with one `scale` a row, [B, 1, …]."""
-        return uncond + scale * (cond - uncond)
-
     def conditions(self, sampling: OmniDiffusionSamplingParams) -> PromptEmbeds:
         """What the transformer takes of a request beside its text, a tensor each; stacked into ``text.extra``.
 
@@ -104,10 +113,6 @@ class ModelHooks:
         """Timesteps [T] in 0–1000 and sigmas [T+1] for an image of so many tokens; by default the stock pipeline's."""
         timesteps, _ = self.prepare_timesteps(steps, None, image_tokens)
         return timesteps, self.scheduler.sigmas
-
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        """Image tokens, from which a resolution-dependent schedule shifts."""
-        return latent_shape[0]
 
 
 @contextlib.contextmanager

@@ -32,12 +32,15 @@ from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
 from verl_omni.pipelines.schedule import StepTables
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.pipelines.training import DiffusionModelBase
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
     from vllm_omni.diffusion.request import OmniDiffusionRequest
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.diffusion.worker.utils import StepRequestState
+
+__all__ = ["DiffusionModelBase", "VllmOmniPipelineBase"]
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,10 @@ class StepTables:
             generator=generator, window=(start, stop), table=table, stochastic=stochastic, record=params.logprobs
         )
 
+    def sde_table(self, steps: int, image_tokens: int, noise_level: float, sde_type: str) -> Tensor:
+        """The stochastic steps of a schedule, [T, 7] float32: timestep, then the fields of ``StepCoefficients``."""
+        return self._tables(steps, image_tokens, noise_level, sde_type)[1]
+
     def _build_schedule(self, steps: int, image_tokens: int) -> tuple[Tensor, Tensor]:
         if steps == 1:  # from noise to image at once; a schedule stretched to a terminal sigma is 0 / 0 here
             return torch.tensor([1000.0]), torch.tensor([1.0, 0.0])

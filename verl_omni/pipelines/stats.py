@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,17 @@ class RolloutStats:
             encodes_requested=data["encodes"]["requested"],
             encodes_computed=data["encodes"]["computed"],
         )
+
+    @classmethod
+    def merged(cls, parts: Iterable[RolloutStats]) -> RolloutStats:
+        """The sum over several engines."""
+        total = cls()
+        for part in parts:
+            total.batch_sizes = Counter(total.batch_sizes) + Counter(part.batch_sizes)
+            total.waves += part.waves
+            total.encodes_requested += part.encodes_requested
+            total.encodes_computed += part.encodes_computed
+        return total
 
     def reset(self) -> None:
         """Set every counter to zero."""

@@ -1,4 +1,4 @@
-"""Platforms that the engine lacks: plain CPU for vLLM-Omni, so that the whole system runs on a laptop."""
+"""Platforms that the libraries lack: plain CPU for vLLM-Omni and for verl, so that all of it runs on a laptop."""
 
 
 def register_vllm_omni_cpu() -> str | None:
@@ -14,3 +14,8 @@ def register_vllm_omni_cpu() -> str | None:
     from vllm.platforms import current_platform
 
     return "verl_omni.platforms.vllm_omni_cpu.CpuOmniPlatform" if current_platform.is_cpu() else None
+
+
+def verl_cpu_environment() -> dict[str, str]:
+    """Environment of a process in which verl is to run on the CPU; to be set before that imports verl."""
+    return {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_omni.platforms.verl_cpu"}

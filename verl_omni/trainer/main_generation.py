@@ -13,18 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
+from verl_omni.trainer.compose import compose as compose_config
 from verl_omni.utils.console import own_stderr
 from verl_omni.workers.config import ConfigError
-
-CONFIG_DIR = Path(__file__).parent / "config"
-_PLAIN_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,42 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compose(argv: Sequence[str]) -> dict[str, Any] | None:
-    """The configuration as plain data; None if Hydra was asked to show something (``--cfg job``, ``--help``) and did.
-
-    ``key=value`` is taken as ``++key=value``, so that a key is known or unknown by the same rule in both forms, and the
-    error about an unknown one names the nearest. Raises :class:`ConfigError`.
-    """
-    import hydra
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if {"-m", "--multirun"} & set(argv):
-        raise ConfigError("--multirun is not supported; start one run at a time")
-    composed: list[DictConfig] = []
-    command = ["main_generation", *(f"++{arg}" if _PLAIN_OVERRIDE.match(arg) else arg for arg in argv)]
-    with _command_line(command):
-        try:
-            hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name="generation")(composed.append)()
-        except SystemExit as stop:
-            if stop.code:
-                raise ConfigError("Hydra cannot read the command line; see its message above") from None
-    if not composed:
-        return None
-    try:
-        plain: Any = OmegaConf.to_container(composed[0], resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from error
-    return plain
-
-
-@contextmanager
-def _command_line(command: list[str]) -> Iterator[None]:
-    """Hydra reads nothing but ``sys.argv``."""
-    before, sys.argv = sys.argv, command
-    try:
-        yield
-    finally:
-        sys.argv = before
+    """See :func:`verl_omni.trainer.compose.compose`."""
+    return compose_config(argv, "generation", program="main_generation")
 
 
 if __name__ == "__main__":

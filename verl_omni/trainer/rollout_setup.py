@@ -25,8 +25,10 @@ class RolloutSetup:
 
     architecture: str
     """``_class_name`` of the checkpoint, or what the configuration says instead."""
+    adapter: type
+    """The adapter class."""
     adapter_path: str
-    """Import path of the adapter class."""
+    """Its import path."""
     plan: RolloutPlan
     """How the engine starts."""
 
@@ -53,7 +55,7 @@ def resolve_rollout(
     plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key)
     for note in _guidance_notes(rollout, requests, adapter):
         logger.warning(note)
-    return RolloutSetup(architecture=architecture, adapter_path=path, plan=plan)
+    return RolloutSetup(architecture=architecture, adapter=adapter, adapter_path=path, plan=plan)
 
 
 def _adapter(architecture: str, algorithm: str) -> tuple[type, str]:

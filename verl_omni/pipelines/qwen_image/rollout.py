@@ -16,20 +16,19 @@ from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.qwen_image.frame_decoder import FrameDecoder
+from verl_omni.pipelines.qwen_image.rules import QwenImageRules, refuse_distilled
 from verl_omni.pipelines.rows import TextBatch
 
 
 @VllmOmniPipelineBase.register("QwenImagePipeline")
-class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
+class QwenImageRollout(QwenImageRules, VllmOmniPipelineBase, QwenImagePipeline):
     """Token ids include the chat template, whose first tokens are dropped after encoding, as the model was trained."""
 
-    default_cfg_scale = 4.0
     lora_key_map: ClassVar = {"to_out.0": "to_out"}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if self.transformer.guidance_embeds:
-            raise NotImplementedError("guidance-distilled Qwen-Image checkpoints have no rollout adapter yet")
+        refuse_distilled(self.transformer.guidance_embeds)
         self.frame_decoder = FrameDecoder(self.vae)
         config = self.vae.config
         self._latents_mean = torch.tensor(config.latents_mean, device=self.device).view(-1, 1, 1, 1)
@@ -59,33 +58,18 @@ class QwenImageRollout(VllmOmniPipelineBase, QwenImagePipeline):
         return {"prompt_embeds": hidden.to(self.od_config.dtype).clone(), "prompt_embeds_mask": mask}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        patch = 2 * self.vae_scale_factor
-        if height % patch or width % patch:
-            raise RequestError(f"height={height}, width={width} must be multiples of {patch}")
-        return (height // patch) * (width // patch), self.transformer.in_channels
+        if height % self.patch or width % self.patch:
+            raise RequestError(f"height={height}, width={width} must be multiples of {self.patch}")
+        return (height // self.patch) * (width // self.patch), self.transformer.in_channels
 
     def draw_latents(self, height: int, width: int, generator: torch.Generator) -> Tensor:
         channels = self.transformer.in_channels // 4
         return self.prepare_latents(1, channels, height, width, torch.float32, self.device, generator)[0]
 
     def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
-        patch = 2 * self.vae_scale_factor
-        rows, length = text.embeds.shape[:2]
-        return self.transformer(
-            hidden_states=latents.to(self.od_config.dtype),
-            timestep=timesteps / 1000,
-            guidance=None,
-            encoder_hidden_states=text.embeds,
-            encoder_hidden_states_mask=text.mask,
-            img_shapes=[[(1, size[0] // patch, size[1] // patch)]] * rows,
-            txt_seq_lens=[length] * rows,
-            return_dict=False,
-        )[0]
-
-    def guide(self, cond: Tensor, uncond: Tensor, scale: Tensor) -> Tensor:
-        """Guidance that keeps each token's norm (Qwen-Image's own rule)."""
-        guided = super().guide(cond, uncond, scale)
-        return guided * (cond.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+        inputs = self.transformer_inputs(latents.to(self.od_config.dtype), timesteps, text, size)
+        lengths = [text.embeds.shape[1]] * len(latents)
+        return self.transformer(**inputs, guidance=None, txt_seq_lens=lengths, return_dict=False)[0]
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         z = self._unpack_latents(latents, *size, self.vae_scale_factor) * self._latents_std + self._latents_mean

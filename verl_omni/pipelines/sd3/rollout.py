@@ -16,16 +16,14 @@ from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.rows import TextBatch
+from verl_omni.pipelines.sd3.rules import StableDiffusion3Rules
 
 
 @VllmOmniPipelineBase.register("StableDiffusion3Pipeline")
-class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
-    """The padding of both CLIP and T5 is part of the model's input: it attends to it without a mask."""
+class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, StableDiffusion3Pipeline):
+    """Three text encoders: two of CLIP, padded to their limit, and T5."""
 
     num_encoders = 3
-    masks_text = False
-    cfg_key = "guidance_scale"
-    default_cfg_scale = 7.0
     default_steps = 28
     default_text_length = 256
     text_limit = 512
@@ -74,17 +72,9 @@ class StableDiffusion3Rollout(VllmOmniPipelineBase, StableDiffusion3Pipeline):
             raise RequestError(f"height={height}, width={width} must be at most {largest}")
         return self.transformer.in_channels, height // self.vae_scale_factor, width // self.vae_scale_factor
 
-    def image_tokens(self, latent_shape: tuple[int, ...]) -> int:
-        return latent_shape[1] * latent_shape[2] // self.patch_size**2
-
     def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
-        return self.transformer(
-            hidden_states=latents.to(self.od_config.dtype),
-            timestep=timesteps,
-            encoder_hidden_states=text.embeds,
-            pooled_projections=text.extra["pooled_prompt_embeds"],
-            return_dict=False,
-        )[0]
+        inputs = self.transformer_inputs(latents.to(self.od_config.dtype), timesteps, text, size)
+        return self.transformer(**inputs, return_dict=False)[0]
 
     def decode(self, latents: Tensor, size: tuple[int, int]) -> Tensor:
         config = self.vae.config

@@ -1,4 +1,4 @@
-"""All images of a run on one sheet, each with its id and its prompt."""
+"""All images of a run on one sheet, each with its label and its prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tile:
     image: Image.Image | None
     """None: the request failed."""
     label: str
-    """Id."""
+    """Id, or what else tells it apart; shortened to one line."""
     prompt: str
     """Shortened to two lines."""
 
@@ -46,8 +46,9 @@ def draw_grid(tiles: Sequence[Tile], columns: int) -> Image.Image:
             draw.text((x + _GAP, y + _GAP), "failed", fill="#a00", font=font)
         else:
             sheet.paste(image, (x, y))
+        label = textwrap.wrap(tile.label, characters, max_lines=1, placeholder=" …") or [""]
         prompt = textwrap.wrap(tile.prompt, characters, max_lines=_PROMPT_LINES, placeholder=" …")
-        for number, line in enumerate([tile.label, *prompt]):
+        for number, line in enumerate([*label, *prompt]):
             draw.text((x, y + height + number * _LINE), line, fill="black" if number == 0 else "#555", font=font)
     return sheet
 

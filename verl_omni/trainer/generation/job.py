@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
-from verl_omni.trainer.generation.prompts import read_prompts
-from verl_omni.trainer.generation.requests import make_requests
 from verl_omni.trainer.generation.settings import GenerationSettings
+from verl_omni.trainer.prompts import read_prompts
+from verl_omni.trainer.requests import make_requests
 from verl_omni.trainer.rollout_setup import resolve_rollout
 from verl_omni.utils.console import own_stderr
-from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, DiffusionSamplingConfig
+from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, DiffusionSamplingConfig
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
@@ -49,7 +49,7 @@ class GenerationJob:
         requests = make_requests(rows, rollout, negative_prompt=settings.data.negative_prompt)
         check_output_dir(settings.generation)
         setup = resolve_rollout(model, rollout, requests)
-        for note in _sampling_notes(rollout):
+        for note in _training_notes(model, rollout):
             logger.warning(note)
         return cls(settings=settings, requests=requests, plan=setup.plan, adapter=setup.adapter_path)
 
@@ -108,10 +108,14 @@ class GenerationJob:
         return not facts["failed"]
 
 
-def _sampling_notes(rollout: DiffusionRolloutConfig) -> Iterator[str]:
-    """What is configured without effect here."""
+def _training_notes(model: DiffusionModelConfig, rollout: DiffusionRolloutConfig) -> Iterator[str]:
+    """What is configured without effect, as nothing is trained here."""
     if rollout.val_kwargs != DiffusionSamplingConfig():
         yield "rollout.val_kwargs is for training's validation only; write rollout.n, .seed, .pipeline and .algo"
+    for config in (model, rollout):
+        for name in config.TRAINING_KEYS:
+            if getattr(config, name) != getattr(type(config), name):
+                yield f"{config.KEY}.{name} has no effect: it is for training"
 
 
 async def _stats(engine: RolloutEngine) -> RolloutStats:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.trainer.folders import check_writable
 from verl_omni.trainer.generation.settings import GenerationConfig
-from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
@@ -75,26 +73,7 @@ def check_output_dir(config: GenerationConfig) -> None:
     blocked = [folder / name for name in (GRID, TRAJECTORIES, REPORT) if (folder / name).is_dir()]
     if (folder / IMAGES).exists() and not (folder / IMAGES).is_dir():
         blocked.append(folder / IMAGES)
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    nearest = missing[-1].parent if missing else folder
-    if not nearest.is_dir():
-        blocked.append(nearest)
-    if blocked:
-        raise ConfigError(
-            f"generation.output_dir={config.output_dir!r}: {blocked[0]} is in the way; give another folder"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"generation.output_dir={config.output_dir!r} cannot be written: {error}; give another folder"
-        ) from error
-    finally:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+    check_writable(folder, key=f"generation.output_dir={config.output_dir!r}", blocked=blocked)
 
 
 def write_outputs(config: GenerationConfig, results: Results, report: RunReport, *, columns: int) -> None:

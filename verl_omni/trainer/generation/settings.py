@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
-from verl_omni.workers.config.base import flag, integer, text
+from verl_omni.workers.config.base import flag, integer, text, texts
 
 
 @dataclass(kw_only=True)
@@ -24,10 +24,7 @@ class DataConfig:
     """Negative prompt of rows that give none; null: none."""
 
     def __post_init__(self) -> None:
-        files = [self.val_files] if isinstance(self.val_files, str) else self.val_files
-        if not isinstance(files, list) or not files or not all(isinstance(name, str) and name for name in files):
-            raise ConfigError(f"data.val_files={self.val_files!r} must be a file name or a list of them")
-        self.val_files = files
+        self.val_files = texts("data.val_files", self.val_files, what="file name")
         if str(self.max_samples) == "-1":
             self.max_samples = None
         self.max_samples = integer("data.max_samples", self.max_samples, low=1, null="all")

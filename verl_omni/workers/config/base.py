@@ -106,9 +106,19 @@ def integer(key: str, value: Any, *, low: int, null: str = "") -> Any:
     return number
 
 
-def number(key: str, value: Any, *, low: float = -math.inf, high: float = math.inf, null: str = "") -> Any:
-    """`value` as a finite float within `low` … `high`; see :func:`integer`."""
+def number(
+    key: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    null: str = "",
+) -> Any:
+    """`value` as a finite float within `low` … `high`, and more than `above`; see :func:`integer`."""
     bounds = "" if low == -math.inf else f" of at least {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
+    if above != -math.inf:
+        bounds = f" above {above:g}" + ("" if high == math.inf else f" and at most {high:g}")
     accepted = f"a finite number{bounds}" + (f", or null for {null}" if null else "")
     if value is None and null:
         return None
@@ -116,7 +126,7 @@ def number(key: str, value: Any, *, low: float = -math.inf, high: float = math.i
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
             result = float(value)
-    if not (math.isfinite(result) and low <= result <= high):
+    if not (math.isfinite(result) and low <= result <= high and result > above):
         raise ConfigError(f"{key}={_shown(value)} must be {accepted}")
     return result
 
@@ -146,6 +156,21 @@ def text(key: str, value: Any, *, null: str = "") -> Any:
         return value
     raise ConfigError(
         f"{key}={_shown(value)} must be a text that is not empty" + (f", or null for {null}" if null else "")
+    )
+
+
+def texts(key: str, value: Any, *, what: str, null: str = "") -> Any:
+    """`value` as a list of texts, none of them empty; a single text stands for a list of one. `what` is one of them.
+
+    See :func:`integer`.
+    """
+    if value is None and null:
+        return None
+    items = [value] if isinstance(value, str) else value
+    if isinstance(items, (list, tuple)) and items and all(isinstance(item, str) and item.strip() for item in items):
+        return list(items)
+    raise ConfigError(
+        f"{key}={_shown(value)} must be a {what} or a list of them" + (f", or null for {null}" if null else "")
     )
 
 

@@ -1,9 +1,10 @@
-"""What can be said of a PEFT adapter folder and its scale without the model and without torch."""
+"""What can be said of a PEFT adapter and its scale without the model and without torch."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,24 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / LORA_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{folder / LORA_CONFIG} must hold an object")
+    check_lora_adapter(config, _tensor_names(folder / LORA_WEIGHTS), str(folder))
+    return config
+
+
+def check_lora_adapter(config: Mapping[str, Any], names: Iterable[str], source: str) -> None:
+    """Raises ValueError for an option that the engine ignores, or tensor names that are not those of a LoRA.
+
+    `source` is what messages call the adapter.
+    """
     if ignored := [option for option in _UNSUPPORTED if config.get(option)]:
         raise ValueError(
-            f"{folder} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha"
+            f"{source} uses {', '.join(ignored)}, which the engine ignores; train all modules with one rank and alpha"
         )
-    names = _tensor_names(folder / LORA_WEIGHTS)
+    names = list(names)
     if odd := [name for name in names if not name.endswith(_ENDINGS)]:
-        raise ValueError(f"{folder / LORA_WEIGHTS} holds {odd[0]}, which is no LoRA weight ({' or '.join(_ENDINGS)})")
+        raise ValueError(f"{source} holds {odd[0]}, which is no LoRA weight ({' or '.join(_ENDINGS)})")
     if not names:
-        raise ValueError(f"{folder / LORA_WEIGHTS} holds no weights")
-    return config
+        raise ValueError(f"{source} holds no weights")
 
 
 def _tensor_names(file: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which model is rolled out."""
+"""Which model is rolled out and trained."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from verl_omni.workers.config.base import ConfigError, number, text
+from verl_omni.workers.config.base import ConfigError, flag, integer, number, text, texts
 from verl_omni.workers.config.lora import MIN_LORA_SCALE, is_lora_scale, read_lora_config
 
 logger = logging.getLogger(__name__)
+
+ALL_LINEAR = "all-linear"
+"""PEFT's name for every linear layer."""
 
 
 @dataclass(kw_only=True)
@@ -19,6 +22,15 @@ class DiffusionModelConfig:
     """``actor_rollout_ref.model``: weights, and which adapter runs them."""
 
     KEY: ClassVar[str] = "actor_rollout_ref.model"
+    TRAINING_KEYS: ClassVar[tuple[str, ...]] = (
+        "lora_rank",
+        "lora_alpha",
+        "target_modules",
+        "extra_tokenizers",
+        "attn_backend",
+        "enable_gradient_checkpointing",
+    )
+    """Fields without effect in a rollout without training."""
 
     path: str
     """Folder in diffusers layout, or the name of a repository on the Hugging Face hub."""
@@ -27,9 +39,22 @@ class DiffusionModelConfig:
     architecture: str | None = None
     """First half of that key; null: ``_class_name`` of the model's ``model_index.json``."""
     lora_path: str | None = None
-    """Folder of a PEFT adapter that all requests use; null: none."""
+    """Folder of a PEFT adapter that all requests use, in rollouts without training only; null: none."""
     lora_scale: float = 1.0
-    """Factor on the LoRA's contribution; `MIN_LORA_SCALE` or more away from 0."""
+    """Factor on that LoRA's contribution; 0.001 (`MIN_LORA_SCALE`) or more away from 0."""
+    lora_rank: int = 32
+    """Rank of the LoRA that is trained; 0: train all weights of the transformer."""
+    lora_alpha: int = 64
+    """The trained LoRA's contribution is multiplied by this over its rank."""
+    target_modules: list[str] | str | None = None
+    """Modules that get the LoRA: ends of their names, or "all-linear"; null: those that the model's adapter names."""
+    extra_tokenizers: list[str] | None = None
+    """Folders of the model with further tokenizers (SD3.5: tokenizer_2, tokenizer_3): prompts are sent as token ids,
+    one list a tokenizer. null: the rollout tokenizes texts itself."""
+    attn_backend: str | None = None
+    """Attention of the trained transformer, by its name in diffusers, such as flash or native; null: diffusers' own."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them."""
 
     def __post_init__(self) -> None:
         self.path = text(f"{self.KEY}.path", self.path)
@@ -42,6 +67,19 @@ class DiffusionModelConfig:
                 f"{self.KEY}.lora_scale={self.lora_scale:g} is nearer to 0 than {MIN_LORA_SCALE:g}; "
                 f"write {self.KEY}.lora_path=null for no LoRA"
             )
+        self.lora_rank = integer(f"{self.KEY}.lora_rank", self.lora_rank, low=0)
+        self.lora_alpha = integer(f"{self.KEY}.lora_alpha", self.lora_alpha, low=1)
+        if self.target_modules != ALL_LINEAR:
+            self.target_modules = texts(
+                f"{self.KEY}.target_modules", self.target_modules, what="module name", null="the adapter's own"
+            )
+        self.extra_tokenizers = texts(
+            f"{self.KEY}.extra_tokenizers", self.extra_tokenizers, what="folder name", null="none"
+        )
+        self.attn_backend = text(f"{self.KEY}.attn_backend", self.attn_backend, null="diffusers' own")
+        self.enable_gradient_checkpointing = flag(
+            f"{self.KEY}.enable_gradient_checkpointing", self.enable_gradient_checkpointing
+        )
         if self.lora_path is not None:
             try:
                 read_lora_config(Path(self.lora_path))

@@ -147,16 +147,18 @@ class DiffusionSamplingConfig:
 
 @dataclass(kw_only=True)
 class DiffusionRolloutConfig:
-    """``actor_rollout_ref.rollout``."""
+    """``actor_rollout_ref.rollout``: how images are generated."""
 
     KEY: ClassVar[str] = "actor_rollout_ref.rollout"
+    TRAINING_KEYS: ClassVar[tuple[str, ...]] = ("replicas", "gpus_per_replica", "colocate")
+    """Fields without effect in a rollout without training."""
 
     name: str = "vllm_omni"
     """The rollout engine."""
     n: int = 1
     """Samples a prompt, each a request with a seed of its own."""
     seed: int | None = 42
-    """Base of the row seeds (``seeds.py``); null: unseeded, other images each time."""
+    """Base of the row seeds; null: unseeded, other images each time."""
     dtype: str = "bfloat16"
     """"bfloat16", "float16" or "float32"."""
     batching_mode: str | None = None
@@ -168,11 +170,20 @@ class DiffusionRolloutConfig:
     profile: str | None = None
     """JSON file of a measured profile, which "auto" and an unset cap go by; null: none."""
     external_lib: str | None = None
-    """Module, or path of a .py file, that registers adapters when it is imported; null: none."""
+    """Module, or path of a .py file, that registers adapters, losses or advantage estimators when it is imported; null:
+    none."""
     log_prob_micro_batch_size_per_gpu: int | None = None
-    """Rows of the trainer's log-prob forward, to be compared with the rollout's; null: unknown."""
+    """Samples in one log-prob forward of the trainer, to be compared with the rollout's; null:
+    ``actor.ppo_micro_batch_size_per_gpu``, or unknown without training."""
+    replicas: int | None = None
+    """Rollout engines, which share the requests; null: as many as the training processes' devices are enough for."""
+    gpus_per_replica: int = 1
+    """Devices of one engine."""
+    colocate: bool = True
+    """Share the devices of the training processes, asleep during updates; false: take devices of their own."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """``engine_kwargs.vllm_omni``: the engine's own options, and `PLAN_KEYS`. null: the engine's default."""
+    """``engine_kwargs.vllm_omni``: any option of the engine, and those of the plan: max_num_seqs, step_execution,
+    request_batch_max_wait_ms, rows_per_forward (`PLAN_KEYS`). null: the engine's default."""
     pipeline: DiffusionPipelineConfig = field(default_factory=DiffusionPipelineConfig)
     """Sampling defaults of the model's pipeline."""
     algo: DiffusionRolloutAlgoConfig = field(default_factory=DiffusionRolloutAlgoConfig)
@@ -198,6 +209,11 @@ class DiffusionRolloutConfig:
             low=1,
             null="unknown",
         )
+        self.replicas = integer(
+            f"{self.KEY}.replicas", self.replicas, low=1, null="as many as the training processes' devices"
+        )
+        self.gpus_per_replica = integer(f"{self.KEY}.gpus_per_replica", self.gpus_per_replica, low=1)
+        self.colocate = flag(f"{self.KEY}.colocate", self.colocate)
         self.engine_kwargs = {"vllm_omni": _engine_options(f"{self.KEY}.engine_kwargs", self.engine_kwargs)}
 
     @property

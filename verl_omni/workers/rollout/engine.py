@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,7 +22,7 @@ from verl_omni.workers.config.lora import is_lora_scale
 from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
-from verl_omni.workers.rollout.staging import in_thread, staged_lora, staged_weights
+from verl_omni.workers.rollout.staging import LoraAdapter, in_thread, staged_lora, staged_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,14 +102,16 @@ class RolloutEngine:
 
     @property
     def policy_version(self) -> int:
-        """Number of policy changes so far; starts at 0."""
+        """What the last policy change was called, or how many there were; starts at 0."""
         return self._gate.version
 
     async def generate(self, request: RolloutRequest) -> RolloutSample:
         """One request. Raises :class:`RolloutError`. Cancelling the awaiting task aborts the request in the engine."""
         return await self._fly(request, None)
 
-    async def generate_all(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[RolloutSample | RolloutError]:
+    async def generate_all(
+        self, requests: Sequence[RolloutRequest]
+    ) -> AsyncGenerator[RolloutSample | RolloutError, None]:
         """Submit all at once, so that they batch from the first step; yields each as it finishes.
 
         A failed one is yielded as its error. Leaving the loop early aborts the rest.
@@ -131,22 +133,25 @@ class RolloutEngine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End these requests with RolloutError("aborted"). Ids that are not in flight are left alone."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+    async def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
+        """End these requests (None: all) with RolloutError("aborted"). Ids that are not in flight are left alone."""
+        ids = self._flights if request_ids is None else [request_ids] if isinstance(request_ids, str) else request_ids
         await self._end([self._flights[request_id] for request_id in ids if request_id in self._flights], "aborted")
 
-    async def load_lora(self, path: str | Path, *, scale: float = 1.0) -> None:
-        """Make the PEFT adapter folder `path` part of the policy, in place of the one before.
+    async def load_lora(
+        self, adapter: str | Path | LoraAdapter, *, scale: float = 1.0, version: int | None = None
+    ) -> None:
+        """Make a PEFT adapter, a folder or one in memory, part of the policy, in place of the one before.
 
-        Raises ValueError if it is no usable adapter, :class:`RolloutError` if the engine refuses it; the old policy
-        serves on then. To go back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
+        `version`: what the new policy is called; None: one more than the old. Raises ValueError if it is no usable
+        adapter, :class:`RolloutError` if the engine refuses it; the old policy serves on then. To go back to the base
+        policy call :meth:`remove_lora`; a scale of 0 is an error.
         """
         if not is_lora_scale(scale):
             raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
         from vllm.lora.request import LoRARequest
 
-        async with in_thread(staged_lora(path, self._lora_key_map)) as folder, self._change():
+        async with in_thread(staged_lora(adapter, self._lora_key_map)) as folder, self._change(version):
             self._loras_loaded += 1
             lora = LoRARequest(f"policy-{self._loras_loaded}", self._loras_loaded, str(folder))
             await self._rpc("load_lora", lora)
@@ -157,13 +162,16 @@ class RolloutEngine:
         async with self._change():
             await self._set_lora(None, 1.0)
 
-    async def update_weights(self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> int:
+    async def update_weights(
+        self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int | None = None
+    ) -> int:
         """Replace all weights of the transformer; returns how many tensors that were.
 
-        Names are those of the diffusers checkpoint, prefixed with ``transformer.``. A loaded LoRA stays on top. Raises
-        :class:`RolloutError` naming the first unknown, missing or misshapen weight; the old policy serves on then.
+        Names are those of the diffusers checkpoint, prefixed with ``transformer.``. A loaded LoRA stays on top.
+        `version` as in :meth:`load_lora`. Raises :class:`RolloutError` naming the first unknown, missing or misshapen
+        weight; the old policy serves on then.
         """
-        async with in_thread(staged_weights(named_tensors)) as path, self._change():
+        async with in_thread(staged_weights(named_tensors)) as path, self._change(version):
             return int(await self._rpc("load_weights_file", str(path)))
 
     async def sleep(self) -> None:
@@ -192,6 +200,12 @@ class RolloutEngine:
                 _check_acknowledged("wake_up", await self._omni.wake_up())
                 self._asleep = False
 
+    async def release_caches(self) -> None:
+        """Drop what the adapter keeps between requests, which are the prompt embeddings."""
+        async with self._gate.change(counts=False):
+            self._check_open()
+            await self._rpc("release_caches")
+
     async def stats(self, reset: bool = False) -> RolloutStats:
         """What the adapter counted since the start or the last reset.
 
@@ -199,6 +213,16 @@ class RolloutEngine:
         """
         self._check_open()
         return RolloutStats.from_dict(await self._rpc("rollout_stats", reset))
+
+    async def alive(self) -> bool:
+        """Whether the engine still runs."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._omni.check_health()
+        except EngineDeadError:
+            return False
+        return not self._closed
 
     async def close(self) -> None:
         """End the requests in flight and the engine. May be called again."""
@@ -252,7 +276,7 @@ class RolloutEngine:
                 raise
             except Exception as error:
                 problem = str(error) or repr(error)
-                if isinstance(error, EngineDeadError) or not await self._alive():
+                if isinstance(error, EngineDeadError) or not await self.alive():
                     problem = f"the engine died, start another: {problem}"
                 raise RolloutError(request.request_id, problem) from error
 
@@ -278,8 +302,8 @@ class RolloutEngine:
             await asyncio.wait([flight.task for flight in flights], timeout=timeout)
 
     @asynccontextmanager
-    async def _change(self) -> AsyncIterator[None]:
-        async with self._gate.change():
+    async def _change(self, version: int | None = None) -> AsyncIterator[None]:
+        async with self._gate.change(version=version):
             self._check_open()
             self._check_awake()
             yield
@@ -298,15 +322,6 @@ class RolloutEngine:
         if isinstance(result, dict) and result.get("supported") is False:
             raise RolloutError(None, f"{method} failed: {str(result.get('error')).partition(chr(10) * 2)[0]}")
         return result[0] if isinstance(result, list) else result
-
-    async def _alive(self) -> bool:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self._omni.check_health()
-        except EngineDeadError:
-            return False
-        return True
 
     def _check_open(self, request_id: str | None = None) -> None:
         if self._closed:

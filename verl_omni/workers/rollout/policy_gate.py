@@ -2,8 +2,8 @@
 
 Many trajectories run at a time, or one change does. A change waits until those in flight have finished; while it waits
 or runs, new trajectories wait too, so a steady stream of them can't hold it off. Changes run in the order they came.
-The version counts the changes that succeeded; a failed one leaves it, as it leaves the policy. Pure: no engine, no
-clock; everything happens on one event loop.
+The version counts the changes that succeeded, unless a change brings a number of its own; a failed one leaves it, as it
+leaves the policy. Pure: no engine, no clock; everything happens on one event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PolicyGate:
 
     def __init__(self) -> None:
         self.version = 0
-        """Number of policy changes that have succeeded."""
+        """Number of policy changes that have succeeded, or what the last of them was called."""
         self._running = 0
         self._changes: deque[object] = deque()
         self._waiting: list[asyncio.Future[None]] = []
@@ -42,15 +42,15 @@ class PolicyGate:
             self._notify()
 
     @asynccontextmanager
-    async def change(self, *, counts: bool = True) -> AsyncIterator[None]:
-        """Enter alone. The version rises at the end if the body raised nothing and `counts`."""
+    async def change(self, *, counts: bool = True, version: int | None = None) -> AsyncIterator[None]:
+        """Enter alone. If the body raised nothing, the version is `version` then, or one more if `counts`."""
         ticket = object()
         self._changes.append(ticket)
         try:
             while self._running or self._changes[0] is not ticket:
                 await self._next_event()
             yield
-            self.version += counts
+            self.version = self.version + counts if version is None else version
         finally:
             self._changes.remove(ticket)
             self._notify()

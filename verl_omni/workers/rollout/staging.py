@@ -9,15 +9,26 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, read_lora_config
+from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, check_lora_adapter, read_lora_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraAdapter:
+    """A PEFT adapter in memory."""
+
+    config: Mapping[str, Any]
+    """What its ``adapter_config.json`` would hold."""
+    tensors: Mapping[str, Tensor]
+    """Named as in its ``adapter_model.safetensors``, on any device."""
 
 
 @contextmanager
@@ -50,17 +61,22 @@ def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Ten
 
 
 @contextmanager
-def staged_lora(path: str | Path, key_map: Mapping[str, str]) -> Iterator[Path]:
-    """A copy of a PEFT adapter folder with its modules under the engine's names.
+def staged_lora(source: str | Path | LoraAdapter, key_map: Mapping[str, str]) -> Iterator[Path]:
+    """A PEFT adapter, in a folder or in memory, as a folder with its modules under the engine's names.
 
-    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `path` holds no adapter, or
+    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `source` holds no adapter, or
     one with options that the engine would ignore.
     """
     from safetensors.torch import load_file, save_file
 
-    source = Path(path)
-    config = read_lora_config(source)
-    tensors = {engine_name(key, key_map): tensor for key, tensor in load_file(source / LORA_WEIGHTS).items()}
+    if isinstance(source, LoraAdapter):
+        check_lora_adapter(source.config, source.tensors, "the LoRA adapter")
+        config = dict(source.config)
+        # copied, as the file format refuses tied weights and views
+        given = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in source.tensors.items()}
+    else:
+        config, given = read_lora_config(Path(source)), load_file(Path(source) / LORA_WEIGHTS)
+    tensors = {engine_name(key, key_map): tensor for key, tensor in given.items()}
     # The engine wraps what the config names; by the tensors it can't miss one, whatever pattern the trainer wrote.
     config["target_modules"] = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})
     with staging_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:

@@ -1,11 +1,11 @@
-"""Prompt files: what each row asks for, as keyword arguments of a request."""
+"""Prompt files: what each row asks for, as keyword arguments of a request, and what its rewards need."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from verl_omni.workers.rollout.request import RolloutRequest
 logger = logging.getLogger(__name__)
 
 ROW_KEYS = frozenset(item.name for item in fields(RolloutRequest)) - {"request_id"}
-"""What a row may set: everything a request takes."""
+"""What a row may set for its requests: everything a request takes."""
+REWARD_KEYS = frozenset(("ground_truth", "data_source", "extra_info"))
+"""What a row may set for its rewards."""
 _TEXT_KEYS = ("prompt", "negative_prompt")
+_REWARD_MODEL = "reward_model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +31,27 @@ class PromptRow:
     """Keys of `ROW_KEYS` that the row sets; None where it says null."""
     source: str
     """``file:row``, for messages; lines count from 1, as do rows of a parquet file."""
+    ground_truth: str | None = None
+    """What a reward compares the image with, such as the text to be written; JSON if the file holds no text there."""
+    data_source: str = ""
+    """Name of the data set, by which a reward may choose its rule."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else a reward reads."""
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text; None if the row gives token ids only."""
+        return self.values.get("prompt")
 
 
-def read_prompts(files: Sequence[str | Path], max_samples: int | None = None) -> list[PromptRow]:
-    """The rows of all files, in order, `max_samples` at most. Values are not checked, keys are.
+def read_prompts(
+    files: Sequence[str | Path], max_samples: int | None = None, *, key: str = "data.val_files"
+) -> list[PromptRow]:
+    """The rows of all files, in order, `max_samples` at most. Keys are checked, values for requests are not.
 
-    ``.txt``: a prompt a line, blank lines skipped. ``.jsonl``: an object a line. ``.parquet``: verl's schema, with chat
-    messages in ``prompt``; columns that are no `ROW_KEYS` are ignored, as is null in any column.
+    ``.txt``: a prompt a line, blank lines skipped. ``.jsonl``: an object a line, of `ROW_KEYS` and `REWARD_KEYS`.
+    ``.parquet``: verl's schema, with chat messages in ``prompt`` and the ground truth in ``reward_model``; columns that
+    are neither are ignored, as is null in any column. `key` names the files in messages.
 
     Raises :class:`ConfigError` naming file and line for what can't be read, an unknown key, or a file without prompts.
     """
@@ -42,13 +59,13 @@ def read_prompts(files: Sequence[str | Path], max_samples: int | None = None) ->
     for file in map(Path, files):
         read = _READERS.get(file.suffix.lower())
         if read is None:
-            raise ConfigError(f"data.val_files: {file} must end in one of {', '.join(_READERS)}")
+            raise ConfigError(f"{key}: {file} must end in one of {', '.join(_READERS)}")
         if not file.is_file():
-            raise ConfigError(f"data.val_files: there is no file {file}")
+            raise ConfigError(f"{key}: there is no file {file}")
         before = len(rows)
         rows += read(file)
         if len(rows) == before:
-            raise ConfigError(f"data.val_files: {file} holds no prompt")
+            raise ConfigError(f"{key}: {file} holds no prompt")
     return rows[:max_samples]
 
 
@@ -65,9 +82,10 @@ def _read_jsonl(file: Path) -> Iterator[PromptRow]:
             raise ConfigError(f"{source}: no valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f'{source}: must be an object such as {{"prompt": "…", "seed": 1}}, got {line[:60]}')
+        known = ROW_KEYS | REWARD_KEYS
         for key in values:
-            if key not in ROW_KEYS:
-                raise ConfigError(f"{source}: {unknown_key(key, ROW_KEYS)}")
+            if key not in known:
+                raise ConfigError(f"{source}: {unknown_key(key, known)}")
         yield _row(values, source)
 
 
@@ -78,17 +96,22 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
         names = table.schema_arrow.names
-        columns = [name for name in names if name in ROW_KEYS]
-        for name in names:  # other columns are a trainer's business, but not what looks like a slip
-            if name not in ROW_KEYS and (near := nearest(name, ROW_KEYS)):
+        known = ROW_KEYS | REWARD_KEYS | {_REWARD_MODEL}
+        columns = [name for name in names if name in known]
+        for name in names:  # other columns are others' business, but not what looks like a slip
+            if name not in known and (near := nearest(name, known)):
                 logger.warning("%s: the column %s is not read; did you mean %s?", file, name, near)
         if not {"prompt", "prompt_token_ids"} & set(columns):
             raise ConfigError(f"{file}: has no column prompt; there are {', '.join(names)}")
         rows = table.read(columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{file}: no readable parquet file: {error}") from error
-    for number, values in enumerate(rows, 1):
-        yield _row({key: value for key, value in values.items() if value is not None}, f"{file}:{number}")
+    for number, row in enumerate(rows, 1):
+        values = {key: value for key, value in row.items() if value is not None}
+        reward_model = values.pop(_REWARD_MODEL, None)
+        if isinstance(reward_model, dict):
+            values.setdefault("ground_truth", reward_model.get("ground_truth"))
+        yield _row(values, f"{file}:{number}")
 
 
 _READERS: dict[str, Callable[[Path], Iterable[PromptRow]]] = {
@@ -111,7 +134,14 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
 
 def _row(values: dict[str, Any], source: str) -> PromptRow:
     texts = {key: _user_text(values[key], key, source) for key in _TEXT_KEYS if isinstance(values.get(key), list)}
-    return PromptRow(values={**values, **texts}, source=source)
+    requested = {key: value for key, value in values.items() if key not in REWARD_KEYS}
+    rewards = {key: values[key] for key in REWARD_KEYS & values.keys() if values[key] is not None}
+    for key in {"ground_truth", "data_source"} & rewards.keys():
+        if not isinstance(rewards[key], str):
+            rewards[key] = json.dumps(rewards[key], ensure_ascii=False, default=str)
+    if not isinstance(rewards.get("extra_info", {}), dict):
+        raise ConfigError(f"{source}: extra_info must be an object, got {rewards['extra_info']!r}")
+    return PromptRow(values={**requested, **texts}, source=source, **rewards)
 
 
 def _user_text(messages: list[Any], key: str, source: str) -> str:

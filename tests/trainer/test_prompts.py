@@ -8,8 +8,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from verl_omni.trainer.generation.prompts import ROW_KEYS, read_prompts
-from verl_omni.trainer.generation.requests import make_requests
+from verl_omni.trainer.prompts import REWARD_KEYS, ROW_KEYS, read_prompts
+from verl_omni.trainer.requests import make_requests
 from verl_omni.workers.config import (
     ConfigError,
     DiffusionPipelineConfig,
@@ -31,6 +31,7 @@ def values(rows):
 def test_the_documented_keys_are_row_keys():
     assert set(DOCUMENTED.split()) <= ROW_KEYS
     assert "request_id" not in ROW_KEYS
+    assert not REWARD_KEYS & ROW_KEYS
 
 
 def test_txt_is_a_prompt_a_line(tmp_path):
@@ -73,6 +74,8 @@ def test_jsonl_rows_set_any_sampling_key(tmp_path):
         ("p.jsonl", '["a"]', r"p\.jsonl:1: must be an object"),
         ("p.jsonl", '{"prompt": "a", "request_id": "x"}', r"p\.jsonl:1: request_id"),
         ("p.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}', r'p\.jsonl:1: prompt must be .*"role": "user"'),
+        ("p.jsonl", '{"prompt": "a", "ground_thruth": "x"}', r"did you mean ground_truth\?"),
+        ("p.jsonl", '{"prompt": "a", "extra_info": "x"}', r"p\.jsonl:1: extra_info must be an object, got 'x'"),
         ("p.jsonl", "", "holds no prompt"),
         ("p.txt", "\n \n", "holds no prompt"),
         ("p.txt", b"\xff\xfe", "UTF-8"),
@@ -98,6 +101,8 @@ def test_parquet_is_read_by_the_schema_of_verl(tmp_path):
             "prompt": chat("a cat"),
             "negative_prompt": chat("blurry"),
             "seed": 3,
+            "ability": "text",
+            "reward_model": {"style": "rule", "ground_truth": "CAT"},
             "extra_info": {"index": 0},
         },
         {
@@ -105,6 +110,8 @@ def test_parquet_is_read_by_the_schema_of_verl(tmp_path):
             "prompt": chat("a dog"),
             "negative_prompt": None,
             "seed": None,
+            "ability": "text",
+            "reward_model": None,
             "extra_info": {"index": 1},
         },
     ]
@@ -113,9 +120,24 @@ def test_parquet_is_read_by_the_schema_of_verl(tmp_path):
     read = read_prompts([file])
     assert values(read) == [{"prompt": "a cat", "negative_prompt": "blurry", "seed": 3}, {"prompt": "a dog"}]
     assert read[1].source == f"{file}:2"
+    assert [row.ground_truth for row in read] == ["CAT", None]
+    assert [(row.data_source, row.extra_info) for row in read] == [("ocr", {"index": 0}), ("ocr", {"index": 1})]
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), file)
     with pytest.raises(ConfigError, match="has no column prompt; there are text"):
         read_prompts([file])
+
+
+def test_what_rewards_need_is_kept_apart_from_the_request(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "ground_truth": ["ä", 7], "data_source": null}\n{"prompt_token_ids": [1]}')
+    first, second = read_prompts([file])
+    assert (first.values, first.prompt, first.ground_truth) == ({"prompt": "a"}, "a", '["ä", 7]')
+    assert (second.prompt, second.ground_truth, second.data_source, second.extra_info) == (None, None, "", {})
+
+
+def test_the_key_of_the_files_is_that_of_the_caller(tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.train_files: there is no file"):
+        read_prompts([tmp_path / "p.txt"], key="data.train_files")
 
 
 def requests(tmp_path, rows, rollout, **kwargs):
@@ -158,6 +180,13 @@ def test_seed_follows_the_place_in_the_run(tmp_path):
     seeds = [r.seed for r in requests(tmp_path, rows, DiffusionRolloutConfig(n=3, seed=1))]
     assert seeds == [1_000_003 + index for index in range(15)]
     assert {r.seed for r in requests(tmp_path, rows, DiffusionRolloutConfig(n=3, seed=None))} == {None}
+
+
+def test_later_steps_have_other_seeds_and_ids_may_be_named(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b", "seed": 7}]
+    made = requests(tmp_path, rows, DiffusionRolloutConfig(n=2, seed=1), step=3, make_id=lambda row, k: f"{row}/{k}")
+    assert [r.request_id for r in made] == ["0/0", "0/1", "1/0", "1/1"]
+    assert [r.seed for r in made] == [request_seed(1, 0, step=3), request_seed(1, 1, step=3), 7, 8]
 
 
 def test_the_default_negative_prompt_is_for_rows_without_one(tmp_path):

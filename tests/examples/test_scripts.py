@@ -1,0 +1,74 @@
+"""Each example script trains two steps on the CPU as it stands, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.examples.scripts import QWEN, QWEN_LORA, SD35_LORA, TINY, run_script
+
+pytestmark = pytest.mark.engine
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+SMALL = [
+    f"{ROLLOUT}.pipeline.height=64",
+    f"{ROLLOUT}.pipeline.width=64",
+    f"{ROLLOUT}.pipeline.num_inference_steps=6",
+    f"{ROLLOUT}.val_kwargs.num_inference_steps=6",
+    f"{ROLLOUT}.n=2",
+    f"{ROLLOUT}.dtype=float32",
+    f"{ACTOR}.fsdp_config.model_dtype=float32",
+    f"{ACTOR}.fsdp_config.param_dtype=float32",
+    "data.train_batch_size=2",
+    "data.val_max_samples=2",
+    "trainer.total_training_steps=2",
+    "trainer.n_gpus_per_node=1",
+]
+STEP_WISE, REQUEST_LEVEL = "mode=step_wise max_num_seqs=256", "mode=request_level max_num_seqs=256"
+
+
+def records(folder: Path) -> dict[int, dict[str, float]]:
+    """All metrics by step."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record.pop("step"), {}).update(record)
+    return found
+
+
+def check_that_diffusers_takes(lora: Path, model: Path) -> None:
+    """As the quickstart shows it."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(model)
+    pipeline.load_lora_weights(lora)
+    assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "mode", "lora"),
+    [
+        (QWEN, "tiny_qwen", STEP_WISE, False),
+        (QWEN_LORA, "tiny_qwen", STEP_WISE, True),
+        (SD35_LORA, "tiny_sd3", REQUEST_LEVEL, True),
+        (TINY, "tiny_qwen", "mode=step_wise max_num_seqs=16", True),
+    ],
+    ids=["qwen_image", "qwen_image_lora", "sd35_lora", "tiny"],
+)
+def test_two_steps_on_the_cpu(tmp_path, request, script, model, mode, lora):
+    out = tmp_path / "out"
+    path = request.getfixturevalue(model)
+    result = run_script(script, *SMALL, f"trainer.default_local_dir={out}", cwd=tmp_path, MODEL_PATH=str(path))
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert mode in result.stderr
+    found = records(out)
+    assert all(math.isfinite(found[step]["reward/mean"]) for step in (1, 2))
+    assert max(found) == 2
+    assert (out / "global_step_2" / "lora").is_dir() == lora
+    if lora:
+        check_that_diffusers_takes(out / "global_step_2" / "lora", path)
+    assert result.stderr.rstrip().endswith(f"report: {out / 'report.html'}")
+    assert (out / "report.html").is_file()

@@ -1,0 +1,65 @@
+"""Checkpoint folders are complete or not there."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_omni.trainer.diffusion.checkpoint import TRACKER, Checkpoints
+from verl_omni.workers.config import ConfigError
+
+
+def save(checkpoints: Checkpoints, step: int) -> None:
+    with checkpoints.writing(step) as part:
+        part.actor.mkdir()
+        (part.actor / "weights").write_text(str(step))
+
+
+def test_auto_goes_on_from_the_latest(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.find("auto") is None
+    save(checkpoints, 2)
+    save(checkpoints, 10)
+    found = checkpoints.find("auto")
+    assert found is not None and found.step == 10
+    assert (found.actor / "weights").read_text() == "10"
+    assert checkpoints.find("disable") is None
+    chosen = checkpoints.find(str(tmp_path / "global_step_2"))
+    assert chosen is not None and chosen.step == 2
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 1)
+    full = checkpoints.writing(2)
+    full.__enter__().actor.mkdir()
+    assert not full.__exit__(OSError, OSError("disk full"), None)
+    found = checkpoints.find("auto")
+    assert found is not None and found.step == 1
+    assert not checkpoints.at(2).folder.exists()
+    save(checkpoints, 2)  # what the failed one left is no hindrance
+    found = checkpoints.find("auto")
+    assert found is not None and found.step == 2
+
+
+def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+    (checkpoints.at(3).folder / "stale").touch()
+    save(checkpoints, 3)
+    assert not (checkpoints.at(3).folder / "stale").exists()
+
+
+def test_only_the_newest_stay(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (8, 9, 10):
+        save(checkpoints, step)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_9"]
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    with pytest.raises(ConfigError, match=r"trainer\.resume_mode='nowhere' is no checkpoint folder"):
+        checkpoints.find("nowhere")
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(ConfigError, match="says '7', but there is no such checkpoint"):
+        checkpoints.find("auto")

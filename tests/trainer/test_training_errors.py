@@ -1,0 +1,60 @@
+"""A configuration that can't be ends in one readable line, before Ray or a model starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_omni.testing.tiny_training import overrides
+from verl_omni.trainer.main_diffusion import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """As much of a checkpoint as is looked at before it is loaded."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rollout.max_num_seq=8", r"rollout\.max_num_seq is not a known key; did you mean .*max_num_seqs"),
+        ("trainer.total_epoch=1", r"trainer\.total_epoch is not a known key; did you mean trainer\.total_epochs"),
+        ("data.train_files=missing.txt", r"data\.train_files: there is no file missing\.txt"),
+        ("data.train_batch_size=5", r"data\.train_batch_size=5 is more than the 4 prompts"),
+        ("rollout.n=1", r"rollout\.n=1 leaves nothing to compare"),
+        ("trainer.n_gpus_per_node=3", r"cannot be shared evenly by 3 training processes"),
+        ("rollout.pipeline.height=null", r"pipeline\.height=null"),
+        ("reward.custom_reward_function.path=missing.py", r"reward\.custom_reward_function: .*missing\.py"),
+        ("reward.scorers.color.type=colour", r"reward\.scorers\.color\.type='colour'.*color"),
+        ("reward.scorers.text={type:ocr}", r"prompts\.txt:1: .* has no text in quotes"),
+        ("trainer.resume_mode=nowhere", r"resume_mode='nowhere' is no checkpoint folder"),
+        ("trainer.default_local_dir=/dev/null/run", r"default_local_dir='/dev/null/run': /dev/null is in the way"),
+        (
+            "rollout.batching_mode=step_wise rollout.engine_kwargs.vllm_omni.step_execution=false",
+            r"step_execution",
+        ),
+        ("actor.diffusion_loss.loss_mode=flow_gpro", r"loss_mode='flow_gpro'.*flow_grpo"),
+        ("algorithm.adv_estimator=best", r"adv_estimator='best'.*flow_grpo"),
+        ("model.algorithm=unheard_of", r"no rollout adapter .* with algorithm 'unheard_of'"),
+        ("model.path=/nowhere", r"model\.path='/nowhere' is no folder"),
+    ],
+)
+def test_one_line_tells_what_to_change(change, message, model, tmp_path, capfd):
+    assert main(overrides(tmp_path, model, *change.split())) == 2
+    told = capfd.readouterr().err.strip().splitlines()
+    assert len([line for line in told if line.startswith("config error:")]) == 1
+    assert told[-1].startswith("config error:")
+    assert re.search(message, told[-1]), told[-1]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is there")
+def test_a_device_that_is_not_there(model, tmp_path, capfd):
+    assert main([*overrides(tmp_path, model), "trainer.device=cuda"]) == 2
+    assert "trainer.device=cuda, but no CUDA device is there" in capfd.readouterr().err

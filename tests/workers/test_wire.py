@@ -1,0 +1,64 @@
+"""Tensors that leave the process."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_omni.workers.rollout.request import RolloutSample
+from verl_omni.workers.rollout.wire import pack, pack_sample, unpack, unpack_sample
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
+
+
+def sent(value):
+    """Pickled as Ray does it: arrays beside the stream, in memory that is only to be read."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers]), len(stream)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.sampled_from(DTYPES))
+def test_a_tensor_arrives_as_it_was(shape, dtype):
+    tensor = torch.randint(0, 2, shape, dtype=torch.int64).to(dtype)
+    (arrived, _) = sent(pack({"w": tensor, "t": tensor.mT if tensor.ndim > 1 else tensor}))
+    back = unpack(arrived)
+    for name, expected in (("w", tensor), ("t", tensor.mT if tensor.ndim > 1 else tensor)):
+        assert back[name].dtype == dtype and torch.equal(back[name], expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_bytes_travel_beside_the_pickle_and_are_not_copied():
+    arrived, length = sent(pack({"w": torch.ones(1000, 1000)}))
+    assert length < 1000
+    assert unpack(arrived)["w"].data_ptr() == arrived["w"].data.ctypes.data
+
+
+def test_what_was_not_packed_stays():
+    tensor = torch.ones(3)
+    assert unpack({"w": tensor})["w"] is tensor
+
+
+def test_a_sample_arrives_with_storage_of_its_own():
+    sample = RolloutSample(
+        request_id="r",
+        images=torch.randint(0, 255, (1, 3, 8, 8), dtype=torch.uint8),
+        latents=None,
+        trajectory_latents=torch.randn(1, 3, 4),
+        trajectory_log_probs=torch.randn(1, 2),
+        trajectory_timesteps=torch.rand(1, 2),
+        prompt_embeddings={"prompt_embeds": torch.randn(5, 4).bfloat16()},
+        sde_windows=[(0, 2)],
+        seed=3,
+        policy_version=9,
+        peak_memory_mb=1.5,
+    )
+    back = unpack_sample(sent(pack_sample(sample))[0])
+    for name in ("images", "trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
+        assert torch.equal(getattr(back, name), getattr(sample, name))
+        getattr(back, name).zero_()  # writable
+    assert torch.equal(back.prompt_embeddings["prompt_embeds"], sample.prompt_embeddings["prompt_embeds"])
+    assert back.latents is None and back.sde_windows == [(0, 2)]
+    assert (back.request_id, back.seed, back.policy_version, back.peak_memory_mb) == ("r", 3, 9, 1.5)

@@ -1,0 +1,121 @@
+"""POSTs JSON and reads JSON, with a limit on everything: time, attempts, requests at a time, bytes of a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from verl_omni.reward_loop.item import ScoreError
+from verl_omni.workers.config.scorers import EndpointConfig
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 60.0
+"""Longest wait between two attempts."""
+SHOWN_REPLY = 200
+"""Characters of a reply that an error shows."""
+
+
+class _PassingError(Exception):
+    """Another attempt may succeed."""
+
+
+class Endpoint:
+    """One address. Belongs to the event loop of its first request."""
+
+    def __init__(self, url: str, config: EndpointConfig) -> None:
+        self._url = url
+        self._shown_url = urlsplit(url)._replace(query="", fragment="").geturl()  # a query may hold a secret
+        self._config = config
+        self._secret = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, make_body: Callable[[], Any]) -> Any:
+        """POST what `make_body` gives, and return the JSON of the reply.
+
+        `make_body` runs in a thread, when the request's turn comes. Raises :class:`ScoreError` with the address, the
+        number of attempts and the last reason.
+        """
+        async with self._slots:
+            body = await asyncio.to_thread(lambda: json.dumps(make_body()).encode())
+            attempts = self._config.retries + 1
+            for attempt in range(1, attempts + 1):
+                try:
+                    return await self._attempt(body)
+                except _PassingError as error:
+                    reason = str(error)
+                    logger.info("POST %s, attempt %d of %d: %s", self._shown_url, attempt, attempts, reason)
+                if attempt < attempts:
+                    await asyncio.sleep(wait_before_retry(attempt, self._config.retry_wait_s))
+        raise ScoreError(f"POST {self._shown_url} failed {attempts} times, the last time with {reason}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _attempt(self, body: bytes) -> Any:
+        import aiohttp
+
+        session = self._session = self._session or self._open()
+        try:
+            async with session.post(self._url, data=body, allow_redirects=False) as response:
+                content = await self._read(response)
+                status = response.status
+        except TimeoutError as error:
+            raise _PassingError(f"no reply within timeout_s={self._config.timeout_s:g}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _PassingError(self._told(f"{type(error).__name__}: {error}")) from error
+        if 200 <= status < 300:
+            try:
+                return json.loads(content)
+            except (ValueError, RecursionError) as error:
+                said = self._told(content.decode(errors="replace"))
+                raise ScoreError(f"POST {self._shown_url} gave a reply that is no JSON: {said}") from error
+        said = self._told(f"status {status}: {content.decode(errors='replace')}")
+        if status == 429 or status >= 500:
+            raise _PassingError(said)
+        raise ScoreError(f"POST {self._shown_url} was refused with {said}")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        content = bytearray()
+        async for chunk in response.content.iter_any():
+            content += chunk
+            if len(content) > self._config.max_reply_bytes:
+                raise ScoreError(
+                    f"POST {self._shown_url} gave a reply of more than max_reply_bytes={self._config.max_reply_bytes}"
+                )
+        return bytes(content)
+
+    def _open(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        headers = {"Content-Type": "application/json"}
+        if self._secret:
+            headers["Authorization"] = f"Bearer {self._secret}"
+        return aiohttp.ClientSession(
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
+            connector=aiohttp.TCPConnector(limit=0),  # the semaphore is the limit
+        )
+
+    def _told(self, text: str) -> str:
+        """`text`, short, and without the key, should the other side repeat it."""
+        if self._secret:
+            text = text.replace(self._secret, "***")
+        return text if len(text) <= SHOWN_REPLY else f"{text[:SHOWN_REPLY]}…"
+
+
+def wait_before_retry(attempt: int, first_s: float) -> float:
+    """Seconds to wait after the attempt of that number (1, 2, …) failed: `first_s` doubled each time, with jitter."""
+    return min(first_s * 2.0 ** min(attempt - 1, 30), MAX_WAIT_S) * random.uniform(0.5, 1.0)

@@ -1,0 +1,1 @@
+"""Training of diffusion models by reinforcement learning."""

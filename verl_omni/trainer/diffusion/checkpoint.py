@@ -1,0 +1,100 @@
+"""Checkpoint folders of a run: complete or not there.
+
+``<root>/global_step_<N>`` appears by renaming a finished folder, and ``latest_checkpointed_iteration.txt``, verl's name
+for it, names a step only after that. A run that is killed at any moment finds its last complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_omni.workers.config import ConfigError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    """Training steps done."""
+    folder: Path
+    """Where it lies."""
+
+    @property
+    def actor(self) -> Path:
+        """The training workers' part."""
+        return self.folder / "actor"
+
+    @property
+    def lora(self) -> Path:
+        """PEFT folder of the LoRA, if the run trains one."""
+        return self.folder / "lora"
+
+
+class Checkpoints:
+    """The checkpoints below `root`, of which the newest `keep` stay (None: all)."""
+
+    def __init__(self, root: str | Path, *, keep: int | None = None) -> None:
+        self._root = Path(root).absolute()  # workers on the same machine have other working directories
+        self._keep = keep
+
+    def at(self, step: int) -> Checkpoint:
+        """The place of the checkpoint of `step`."""
+        return Checkpoint(step=step, folder=self._root / f"global_step_{step}")
+
+    def find(self, resume_mode: str) -> Checkpoint | None:
+        """Where a run goes on: "disable", nowhere; "auto", at the latest checkpoint if there is one; else a folder.
+
+        Raises :class:`ConfigError` if that folder is no checkpoint, or the tracker names one that is missing.
+        """
+        if resume_mode == "disable":
+            return None
+        if resume_mode != "auto":
+            folder = Path(resume_mode).expanduser().absolute()
+            match = _FOLDER.fullmatch(folder.name)
+            if match is None or not (folder / "actor").is_dir():
+                raise ConfigError(
+                    f"trainer.resume_mode={resume_mode!r} is no checkpoint folder such as "
+                    f"{self._root}/global_step_10; write auto to go on from the latest"
+                )
+            return Checkpoint(step=int(match[1]), folder=folder)
+        tracker = self._root / TRACKER
+        if not tracker.is_file():
+            return None
+        content = tracker.read_text(encoding="utf-8").strip()
+        found = self.at(int(content)) if content.isdecimal() else None
+        if found is None or not found.actor.is_dir():
+            raise ConfigError(
+                f"{tracker} says {content!r}, but there is no such checkpoint; write trainer.resume_mode=disable "
+                "or the folder of another one"
+            )
+        return found
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Checkpoint]:
+        """A folder to fill; it becomes the checkpoint of `step` when the block ends without an error."""
+        done = self.at(step)
+        part = Checkpoint(step=step, folder=done.folder.with_name(f"{done.folder.name}.part"))
+        shutil.rmtree(part.folder, ignore_errors=True)
+        part.folder.mkdir(parents=True)
+        yield part
+        shutil.rmtree(done.folder, ignore_errors=True)
+        part.folder.rename(done.folder)
+        tracker = self._root / f"{TRACKER}.part"
+        tracker.write_text(str(step), encoding="utf-8")
+        os.replace(tracker, self._root / TRACKER)
+        self._prune()
+
+    def _prune(self) -> None:
+        steps = sorted(int(match[1]) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
+        for step in steps[: -self._keep] if self._keep else []:
+            shutil.rmtree(self.at(step).folder, ignore_errors=True)

@@ -1,0 +1,168 @@
+"""The processes of a training run: Ray, the training workers, the rollout servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import re
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.platforms import verl_cpu_environment
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+    from verl_omni.trainer.diffusion.job import TrainingJob
+    from verl_omni.workers.rollout.replicas import Placement, RolloutReplicas
+
+logger = logging.getLogger(__name__)
+
+_PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "RAY_AUTH_MODE")
+"""How the environment variables begin that the processes of a run get from this one."""
+
+_CHATTY = ("verl.workers.engine", "torch.distributed.fsdp._fully_shard._fsdp_state", "peft.mapping_func")
+"""Modules that warn in every process of every run: of engines that are not installed, of what we don't do."""
+
+
+def prepare_process(device: str) -> None:
+    """Set what Ray, verl and vLLM read when they are imported or started; call before that."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
+    if device == "cpu":
+        os.environ.update(verl_cpu_environment())
+    for module in _CHATTY:
+        warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(module))
+    ignored = [f"ignore::UserWarning:{module}" for module in _CHATTY]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), *ignored)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What is running."""
+
+    actors: RayWorkerGroup
+    """The training workers."""
+    replicas: RolloutReplicas
+    """The rollout servers."""
+
+    @classmethod
+    @asynccontextmanager
+    async def running(cls, job: TrainingJob) -> AsyncIterator[Cluster]:
+        """Start everything, and end it afterwards. Workers and servers load their models side by side."""
+        import ray
+
+        owns_ray = _start_ray(job)
+        pool = _resource_pool(job)
+        replicas: RolloutReplicas | None = None
+        try:
+            actors = await asyncio.to_thread(_start_actors, job, pool)
+            loading = asyncio.create_task(asyncio.to_thread(actors.init_model))
+            replicas = await _start_replicas(job, pool)
+            await loading
+            yield cls(actors=actors, replicas=replicas)
+        finally:
+            if replicas is not None:
+                await replicas.close()
+            for group in pool.pgs or ():
+                ray.util.remove_placement_group(group)  # ends the workers in it
+            if owns_ray:
+                ray.shutdown()
+
+
+def _start_ray(job: TrainingJob) -> bool:
+    """Join the Ray that is there (``RAY_ADDRESS`` names one) or start one; whether one was started."""
+    import ray
+
+    if ray.is_initialized():
+        return False
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False}
+    options |= job.settings.trainer.ray_kwargs
+    if "address" in options or "RAY_ADDRESS" in os.environ:
+        options.pop("include_dashboard", None)  # says how a Ray is started
+    elif job.device == "cpu":  # each process counts as one CPU; there may be more of them than cores
+        needed = _sharers(job) * job.settings.trainer.processes + job.settings.replicas
+        options.setdefault("num_cpus", max(os.cpu_count() or 1, needed))
+    ray.init(**options)
+    return True
+
+
+def _sharers(job: TrainingJob) -> int:
+    """Processes on each device of the trainer: a training worker, and its share of the rollout servers."""
+    return 1 + math.ceil(job.settings.replicas / job.settings.trainer.processes) if job.colocated else 1
+
+
+def _environment() -> dict[str, str]:
+    quiet = {"TQDM_DISABLE": "1"}  # bars of other processes would tear up the console
+    return quiet | {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+
+
+def _resource_pool(job: TrainingJob) -> RayResourcePool:
+    from verl.single_controller.ray import RayResourcePool
+
+    trainer = job.settings.trainer
+    return RayResourcePool(
+        [trainer.n_gpus_per_node] * trainer.nnodes,
+        use_gpu=job.device != "cpu",
+        max_colocate_count=_sharers(job),
+    )
+
+
+def _start_actors(job: TrainingJob, pool: RayResourcePool) -> RayWorkerGroup:
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+
+    from verl_omni.workers.actor import DiffusionActorWorker
+
+    arguments = RayClassWithInitArgs(ray.remote(DiffusionActorWorker), config=job.actor_config())
+    return RayWorkerGroup(
+        resource_pool=pool, ray_cls_with_init=arguments, device_name=job.device, worker_env=_environment()
+    )
+
+
+async def _start_replicas(job: TrainingJob, pool: RayResourcePool) -> RolloutReplicas:
+    from verl_omni.workers.rollout.replicas import RolloutReplicas
+    from verl_omni.workers.rollout.server import ServerSettings
+
+    model, rollout = job.settings.actor_rollout_ref.model, job.settings.actor_rollout_ref.rollout
+    settings = ServerSettings(
+        model_path=model.path,
+        plan=job.setup.plan,
+        adapter=job.setup.adapter_path,
+        dtype=rollout.dtype,
+        engine_kwargs=rollout.engine_options(),
+        external_lib=rollout.external_lib,
+        colocated=job.colocated,
+    )
+    return await RolloutReplicas.start(settings, _placements(job, pool), env_vars=_environment())
+
+
+def _placements(job: TrainingJob, pool: RayResourcePool) -> list[Placement]:
+    """Where the servers run: beside the training workers, one a bundle of theirs, or wherever Ray has room."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from verl_omni.workers.rollout.replicas import Placement
+
+    count, gpus = job.settings.replicas, job.settings.actor_rollout_ref.rollout.gpus_per_replica
+    on_gpu = job.device != "cpu"
+    if not job.colocated:
+        return [Placement(num_gpus=gpus if on_gpu else 0)] * count
+    bundles = [(group, index) for group in pool.pgs or () for index in range(group.bundle_count)]
+    return [
+        Placement(
+            num_gpus=1 / _sharers(job) if on_gpu else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            ),
+        )
+        for group, index in (bundles[i % len(bundles)] for i in range(count))
+    ]

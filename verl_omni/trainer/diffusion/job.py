@@ -1,0 +1,205 @@
+"""A training run: everything checked first, then the processes started, then trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.trainer.diffusion.checkpoint import Checkpoint, Checkpoints
+from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process
+from verl_omni.trainer.diffusion.data import PromptGroup, TrainPrompts, read_validation_prompts, training_groups
+from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+from verl_omni.trainer.diffusion.prompt_tokens import PromptTokenizer
+from verl_omni.trainer.diffusion.settings import TrainSettings
+from verl_omni.trainer.folders import check_writable
+from verl_omni.trainer.prompts import PromptRow
+from verl_omni.trainer.rollout_setup import RolloutSetup, resolve_rollout
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.request import RolloutRequest, RolloutSample
+
+if TYPE_CHECKING:
+    from verl_omni.pipelines.training import DiffusionModelBase
+    from verl_omni.reward_loop.item import RewardItem
+    from verl_omni.workers.actor import ActorWorkerConfig
+    from verl_omni.workers.config.reward import RewardConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """A checked run; no model is loaded yet, no process started."""
+
+    settings: TrainSettings
+    """The configuration."""
+    device: str
+    """cpu or cuda."""
+    setup: RolloutSetup
+    """Adapter and plan of the rollout."""
+    model_class: type[DiffusionModelBase]
+    """The training side of the model."""
+    prompts: TrainPrompts
+    """What is trained on."""
+    validation: list[PromptRow]
+    """What is validated with."""
+    tokenizer: PromptTokenizer | None
+    """Turns prompts into token ids, if that is to happen here."""
+    resume: Checkpoint | None
+    """Where the run goes on."""
+
+    @classmethod
+    def prepare(cls, mapping: Mapping[str, Any]) -> TrainingJob:
+        """Check the configuration and whatever it names, what is cheap first. Raises :class:`ConfigError`."""
+        settings = TrainSettings.from_mapping(mapping)
+        model, rollout, trainer = (
+            settings.actor_rollout_ref.model,
+            settings.actor_rollout_ref.rollout,
+            settings.trainer,
+        )
+        prompts, validation = TrainPrompts.read(settings.data), read_validation_prompts(settings.data)
+        _check_targets(settings.reward, [*prompts.rows, *validation])
+        resume = Checkpoints(trainer.default_local_dir).find(trainer.resume_mode)
+        check_writable(
+            Path(trainer.default_local_dir).absolute(), key=f"trainer.default_local_dir={trainer.default_local_dir!r}"
+        )
+        device = _device(trainer.device)
+        prepare_process(device)
+        first = training_groups(prompts.batch_at(1), rollout, step=1, negative_prompt=settings.data.negative_prompt)
+        setup = resolve_rollout(model, rollout, [request for group in first for request in group.requests])
+        get_diffusion_loss_fn(settings.actor_rollout_ref.actor.diffusion_loss.loss_mode)
+        get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
+        return cls(
+            settings=settings,
+            device=device,
+            setup=setup,
+            model_class=_model_class(setup.architecture, model.algorithm),
+            prompts=prompts,
+            validation=validation,
+            tokenizer=PromptTokenizer.load(model, setup.adapter) if model.extra_tokenizers else None,
+            resume=resume,
+        )
+
+    async def run(self) -> None:
+        """Train, and leave checkpoints, metrics and the report in ``trainer.default_local_dir``.
+
+        Raises what the engines raise at their start, and :class:`TrainingError` later.
+        """
+        from verl_omni.reward_loop.manager import RewardManager
+        from verl_omni.trainer.diffusion.run_log import RunLog
+        from verl_omni.trainer.diffusion.trainer import DiffusionTrainer
+
+        trainer = self.settings.trainer
+        log = RunLog(
+            trainer.default_local_dir,
+            project_name=trainer.project_name,
+            experiment_name=trainer.experiment_name,
+            logger=trainer.logger,
+            config=asdict(self.settings),
+            total_steps=self.total_steps,
+            resume_step=None if self.resume is None else self.resume.step,
+        )
+        status = "failed"
+        try:
+            async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
+                await DiffusionTrainer(self, cluster, rewards, log).fit()
+            status = "finished"
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            status = "interrupted"
+            raise
+        finally:
+            log.close(status)
+
+    @property
+    def total_steps(self) -> int:
+        """Training steps of the whole run, those before it was resumed too."""
+        trainer = self.settings.trainer
+        return self.prompts.total_steps(epochs=trainer.total_epochs, limit=trainer.total_training_steps)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether rollout and training share their devices, and so take turns in holding memory there."""
+        return self.settings.actor_rollout_ref.rollout.colocate
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the run; on the CPU processes."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        own = 0 if self.colocated else self.settings.replicas * rollout.gpus_per_replica
+        return self.settings.trainer.processes + own
+
+    @property
+    def asking(self) -> dict[str, Any]:
+        """How prompts become requests, in training and validation alike."""
+        return {"negative_prompt": self.settings.data.negative_prompt, "tokenizer": self.tokenizer}
+
+    def actor_config(self) -> ActorWorkerConfig:
+        """What the training workers are started with."""
+        from verl_omni.workers.actor import ActorWorkerConfig
+
+        parts, trainer = self.settings.actor_rollout_ref, self.settings.trainer
+        mini_batches = self.settings.data.train_batch_size // self.settings.mini_batch_size
+        return ActorWorkerConfig(
+            model=parts.model,
+            actor=parts.actor,
+            log_prob_micro_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu
+            or parts.actor.ppo_micro_batch_size_per_gpu,
+            optimizer_steps=self.total_steps * parts.actor.ppo_epochs * mini_batches,
+            seed=trainer.seed,
+            external_lib=parts.rollout.external_lib,
+        )
+
+    def step_knobs(self) -> dict[str, Any]:
+        """What all samples of a training batch share, and the training forward needs: its ``meta_info``."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        pipeline = {name: getattr(rollout.pipeline, name) for name in ("height", "width", "num_inference_steps")}
+        return {**pipeline, "noise_level": rollout.algo.noise_level, "sde_type": rollout.algo.sde_type}
+
+
+def reward_item(group: PromptGroup, request: RolloutRequest, sample: RolloutSample) -> RewardItem:
+    """One image as the rewards see it."""
+    from verl_omni.reward_loop.item import RewardItem
+
+    row = group.row
+    assert sample.images is not None  # output_type=latent is refused
+    return RewardItem(
+        uid=group.uid,
+        request_id=request.request_id,
+        prompt=row.prompt or "",
+        image=sample.images[0],
+        ground_truth=row.ground_truth,
+        data_source=row.data_source or "",
+        extra_info=row.extra_info,
+    )
+
+
+def _check_targets(reward: RewardConfig, rows: Sequence[PromptRow]) -> None:
+    """An OCR reward must know what to look for."""
+    from verl_omni.reward_loop.item import ScoreError
+    from verl_omni.reward_loop.text import target_text
+
+    if not any(scorer.TYPE == "ocr" for scorer in reward.named_scorers().values()):
+        return
+    for row in rows:
+        try:
+            target_text(row.prompt or "", row.ground_truth)
+        except ScoreError as error:
+            raise ConfigError(f"{row.source}: {error}") from None
+
+
+def _device(asked: str | None) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise ConfigError("trainer.device=cuda, but no CUDA device is there; write trainer.device=cpu")
+    return asked or ("cuda" if available else "cpu")
+
+
+def _model_class(architecture: str, algorithm: str) -> type[DiffusionModelBase]:
+    from verl_omni.pipelines.training import DiffusionModelBase
+
+    try:
+        return DiffusionModelBase.get_class(architecture, algorithm)
+    except ValueError as error:
+        raise ConfigError(f"actor_rollout_ref.model: {error}") from error

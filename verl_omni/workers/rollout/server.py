@@ -1,0 +1,160 @@
+"""A rollout engine in a process of its own: the class of a Ray actor.
+
+All methods are coroutines on one event loop, so an abort or a question for statistics is answered while requests run.
+What changes the policy waits for them; see :mod:`~verl_omni.workers.rollout.engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from verl_omni.workers.rollout.engine import RolloutEngine
+from verl_omni.workers.rollout.external_lib import import_external_lib
+from verl_omni.workers.rollout.plan import RolloutPlan
+from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.staging import LoraAdapter
+from verl_omni.workers.rollout.wire import PackedTensor, pack_sample, unpack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_omni.pipelines.stats import RolloutStats
+
+Bucket = Mapping[str, "PackedTensor | Tensor"]
+"""Some tensors by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the engine of a server is started; every server of a run has the same."""
+
+    model_path: str
+    """Diffusers checkpoint."""
+    plan: RolloutPlan
+    """The engine starts with exactly this."""
+    adapter: str
+    """Import path of the adapter class."""
+    dtype: str = "bfloat16"
+    """Of the model."""
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine."""
+    external_lib: str | None = None
+    """Module, or path of a .py file, that registers adapters; imported before the engine starts."""
+    colocated: bool = False
+    """The server shares its devices with a training process: on a GPU the engine is started so that it can sleep."""
+
+
+def server_name(replica: int, node: int = 0) -> str:
+    """Name of the Ray actor."""
+    return f"vllm_omni_server_{replica}_{node}"
+
+
+class RolloutServer:
+    """Serves one engine; made with ``ray.remote(RolloutServer)``. Call :meth:`start` before anything else."""
+
+    def __init__(self, settings: ServerSettings, *, replica: int, node: int = 0, devices: str | None = None) -> None:
+        """`devices`: ``CUDA_VISIBLE_DEVICES`` of this process; None: what Ray gave it."""
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        self._settings = settings
+        self._name = server_name(replica, node)
+        self._started: RolloutEngine | None = None
+
+    def __repr__(self) -> str:
+        return self._name  # Ray puts it before each line that this process prints
+
+    async def start(self) -> None:
+        """Load the model. Raises ConfigError for the external module, and what :meth:`RolloutEngine.start` raises."""
+        settings = self._settings
+        if settings.external_lib is not None:
+            import_external_lib(settings.external_lib)
+        self._started = await RolloutEngine.start(
+            model_path=settings.model_path,
+            plan=dataclasses.replace(settings.plan, notes=()),  # the same in all servers: the driver logs them
+            adapter=settings.adapter,
+            dtype=settings.dtype,
+            engine_kwargs=_engine_kwargs(settings),
+        )
+
+    async def generate_group(
+        self, requests: Sequence[RolloutRequest]
+    ) -> AsyncGenerator[RolloutSample | RolloutError, None]:
+        """Submit `requests`, of one group or of many, as one burst; gives each result as it finishes.
+
+        Samples come packed, for :func:`~verl_omni.workers.rollout.wire.unpack_sample`. A request that fails gives its
+        error. Cancelling the task in Ray aborts what has not finished.
+        """
+        async with aclosing(self._engine.generate_all(requests)) as results:
+            async for result in results:
+                yield result if isinstance(result, RolloutError) else pack_sample(result)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests as aborted. Ids that are not in flight are left alone."""
+        await self._engine.abort(request_ids)
+
+    async def abort_all_requests(self) -> None:
+        """End all requests in flight as aborted."""
+        await self._engine.abort()
+
+    async def set_lora(self, version: int, adapter_config: Mapping[str, Any], tensors: Bucket, scale: float) -> None:
+        """Make a PEFT adapter the policy's, which is called `version` then; see :meth:`RolloutEngine.load_lora`."""
+        adapter = LoraAdapter(config=adapter_config, tensors=unpack(tensors))
+        await self._engine.load_lora(adapter, scale=scale, version=version)
+
+    async def set_weights(self, version: int, weights: Bucket | Sequence[Any]) -> None:
+        """Replace all weights of the transformer; see :meth:`RolloutEngine.update_weights`.
+
+        `weights`: the tensors by name, or references to objects in Ray's store that hold some of them each.
+        """
+        buckets = [weights] if isinstance(weights, Mapping) else [await reference for reference in weights]
+        named = [item for bucket in buckets for item in unpack(bucket).items()]
+        await self._engine.update_weights(named, version=version)
+
+    async def policy_version(self) -> int:
+        """Version of the policy that serves."""
+        return self._engine.policy_version
+
+    async def sleep(self) -> None:
+        """Give device memory back; see :meth:`RolloutEngine.sleep`."""
+        await self._engine.sleep()
+
+    async def wake_up(self) -> None:
+        """Undo :meth:`sleep`."""
+        await self._engine.wake_up()
+
+    async def clear_kv_cache(self) -> None:
+        """Drop the prompt embeddings that are kept between requests."""
+        await self._engine.release_caches()
+
+    async def stats(self, reset: bool = False) -> RolloutStats:
+        """What the engine counted since the start or the last reset."""
+        return await self._engine.stats(reset)
+
+    async def alive(self) -> bool:
+        """Whether the engine has started and still runs."""
+        return self._started is not None and await self._started.alive()
+
+    async def close(self) -> None:
+        """End the requests in flight and the engine."""
+        if self._started is not None:
+            await self._started.close()
+
+    @property
+    def _engine(self) -> RolloutEngine:
+        if self._started is None:
+            raise RolloutError(None, "the server has no engine; call start() first")
+        return self._started
+
+
+def _engine_kwargs(settings: ServerSettings) -> dict[str, Any]:
+    import torch
+
+    given = {key: value for key, value in settings.engine_kwargs.items() if value is not None}
+    return {"enable_sleep_mode": True, **given} if settings.colocated and torch.cuda.is_available() else given

@@ -1,0 +1,84 @@
+"""Tensors on their way through Ray's object store.
+
+Ray copies a torch tensor several times to send it. The bytes of a numpy array it keeps in shared memory as they are,
+where every process of the machine reads them without a copy: so tensors travel as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+    from verl_omni.workers.rollout.request import RolloutSample
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A tensor as bytes."""
+
+    data: np.ndarray
+    """uint8 [bytes]."""
+    dtype: torch.dtype
+    """What the bytes are."""
+    shape: tuple[int, ...]
+    """Of the tensor."""
+
+
+def pack(tensors: Mapping[str, Tensor]) -> dict[str, PackedTensor]:
+    """`tensors`, on any device, ready to be sent. They share memory with what is returned if they can."""
+    return {name: _pack(tensor) for name, tensor in tensors.items()}
+
+
+def unpack(packed: Mapping[str, PackedTensor | Tensor]) -> dict[str, Tensor]:
+    """What :func:`pack` was given, on the host. Only to be read: the memory is Ray's.
+
+    Tensors that were sent as they are stay so.
+    """
+    return {name: _unpack(item) for name, item in packed.items()}
+
+
+def pack_sample(sample: RolloutSample) -> RolloutSample:
+    """`sample` with its tensors packed; to be sent to :func:`unpack_sample`."""
+    return _mapped(sample, _pack)
+
+
+def unpack_sample(sample: RolloutSample) -> RolloutSample:
+    """What :func:`pack_sample` was given; the tensors have storage of their own."""
+    return _mapped(sample, lambda item: _unpack(item).clone())
+
+
+def _mapped(sample: RolloutSample, change: Any) -> RolloutSample:
+    """A copy of `sample` with every tensor, packed or not, changed."""
+    changed: dict[str, Any] = {}
+    for knob in dataclasses.fields(sample):
+        value = getattr(sample, knob.name)
+        if isinstance(value, Mapping):
+            changed[knob.name] = {name: change(item) for name, item in value.items()}
+        elif hasattr(value, "dtype"):
+            changed[knob.name] = change(value)
+    return dataclasses.replace(sample, **changed)
+
+
+def _pack(tensor: Tensor) -> PackedTensor:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return PackedTensor(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
+
+
+def _unpack(item: PackedTensor | Tensor) -> Tensor:
+    import torch
+
+    if isinstance(item, torch.Tensor):
+        return item
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(item.data).view(item.dtype).reshape(item.shape)

@@ -46,7 +46,7 @@ rollout: $(TINY)/model_index.json  ## roll out the prompts in examples/prompts/d
 	@echo "Look at $(ROLLOUT): grid.png shows the images, rollout.json tells what ran, trajectories.safetensors holds the recorded steps."
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-fast: $(STAMP)  ## run the tests that start no engine
 	$(BIN)/pytest -m "not engine"
@@ -87,6 +87,8 @@ $(STAMP): pyproject.toml requirements/cpu.txt requirements/cpu-pinned.txt requir
 	$(PIP) --no-deps --require-hashes -r requirements/cpu-pinned.txt
 	$(PIP) --no-deps -r requirements/cpu-nodeps.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	@# once, on all cores: a process that may not write bytecode would compile vLLM and verl anew at each start
+	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
 	touch $@
 
 $(TINY)/model_index.json: verl_omni/testing/tiny_models.py verl_omni/testing/tiny_tokenizers.py | $(STAMP)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import DOCS, code_spans, table
 from tests.examples.scripts import QWEN, QWEN_LORA, SD35_LORA, TINY, run_script
+from verl_omni.trainer.diffusion.metrics_file import read_metrics
 
 pytestmark = pytest.mark.engine
 
+QUICKSTART = DOCS / "start/quickstart.md"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 SMALL = [
     f"{ROLLOUT}.pipeline.height=64",
@@ -28,15 +30,6 @@ SMALL = [
     "trainer.n_gpus_per_node=1",
 ]
 STEP_WISE, REQUEST_LEVEL = "mode=step_wise max_num_seqs=256", "mode=request_level max_num_seqs=256"
-
-
-def records(folder: Path) -> dict[int, dict[str, float]]:
-    """All metrics by step."""
-    found: dict[int, dict[str, float]] = {}
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        found.setdefault(record.pop("step"), {}).update(record)
-    return found
 
 
 def check_that_diffusers_takes(lora: Path, model: Path) -> None:
@@ -64,11 +57,13 @@ def test_two_steps_on_the_cpu(tmp_path, request, script, model, mode, lora):
     result = run_script(script, *SMALL, f"trainer.default_local_dir={out}", cwd=tmp_path, MODEL_PATH=str(path))
     assert result.returncode == 0, result.stderr[-4000:]
     assert mode in result.stderr
-    found = records(out)
+    found = {row["step"]: row for row in read_metrics(out)}
     assert all(math.isfinite(found[step]["reward/mean"]) for step in (1, 2))
     assert max(found) == 2
     assert (out / "global_step_2" / "lora").is_dir() == lora
     if lora:
         check_that_diffusers_takes(out / "global_step_2" / "lora", path)
     assert result.stderr.rstrip().endswith(f"report: {out / 'report.html'}")
-    assert (out / "report.html").is_file()
+    for name, *_ in table(QUICKSTART, "file").rows:
+        expected = code_spans(name)[0].replace("_N", "_2")
+        assert (out / expected).exists() or (expected.endswith("/lora") and not lora), name

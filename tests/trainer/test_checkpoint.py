@@ -56,6 +56,16 @@ def test_only_the_newest_stay(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_10", "global_step_9"]
 
 
+def test_what_an_earlier_run_left_does_not_push_out_the_new_one(tmp_path: Path):
+    save(Checkpoints(tmp_path), 100)
+    anew = Checkpoints(tmp_path, keep=1)
+    for step in (10, 20):
+        save(anew, step)
+    found = anew.find("auto")
+    assert found is not None and found.step == 20
+    assert not anew.at(10).folder.exists()
+
+
 def test_what_is_no_checkpoint_is_told(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path)
     with pytest.raises(ConfigError, match=r"trainer\.resume_mode='nowhere' is no checkpoint folder"):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from verl_omni.testing.tiny_training import overrides
-from verl_omni.trainer.main_diffusion import main
+from verl_omni.trainer.compose import compose
+from verl_omni.trainer.diffusion.job import TrainingJob
+from verl_omni.trainer.main_diffusion import CONFIG_NAME, main
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +60,25 @@ def test_one_line_tells_what_to_change(change, message, model, tmp_path, capfd):
 def test_a_device_that_is_not_there(model, tmp_path, capfd):
     assert main([*overrides(tmp_path, model), "trainer.device=cuda"]) == 2
     assert "trainer.device=cuda, but no CUDA device is there" in capfd.readouterr().err
+
+
+USERS_MODULE = """
+from verl_omni.trainer.diffusion.diffusion_algos import register_diffusion_adv_est, register_diffusion_loss
+
+@register_diffusion_loss("mine")
+class Loss:
+    def compute_loss(self, **given):
+        ...
+
+@register_diffusion_adv_est("mine")
+def estimate(rewards, index, **given):
+    ...
+"""
+
+
+def test_a_users_own_loss_and_advantages_are_found(model, tmp_path):
+    module = tmp_path / "users_algorithms.py"
+    module.write_text(USERS_MODULE)
+    own = ["actor.diffusion_loss.loss_mode=mine", "algorithm.adv_estimator=mine", f"rollout.external_lib={module}"]
+    config = compose(overrides(tmp_path, model, *own), CONFIG_NAME)
+    assert TrainingJob.prepare(config).settings.algorithm.adv_estimator == "mine"

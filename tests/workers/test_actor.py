@@ -27,7 +27,7 @@ def workers(tiny_sd3: Path) -> Iterator[Any]:
 
     from verl_omni.workers.actor import ActorWorkerConfig, DiffusionActorWorker
 
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="warning")
+    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="warning")
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     environment = verl_cpu_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 

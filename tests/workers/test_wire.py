@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_omni.workers.rollout.request import RolloutSample
-from verl_omni.workers.rollout.wire import pack, pack_sample, unpack, unpack_sample
+from verl_omni.workers.rollout.wire import buckets, pack, pack_sample, unpack, unpack_sample
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
 
@@ -62,3 +62,12 @@ def test_a_sample_arrives_with_storage_of_its_own():
     assert torch.equal(back.prompt_embeddings["prompt_embeds"], sample.prompt_embeddings["prompt_embeds"])
     assert back.latents is None and back.sde_windows == [(0, 2)]
     assert (back.request_id, back.seed, back.policy_version, back.peak_memory_mb) == ("r", 3, 9, 1.5)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))
+def test_buckets_hold_every_tensor_once_in_order_and_not_too_much(lengths, size):
+    tensors = {f"w{i}": torch.zeros(length, dtype=torch.uint8) for i, length in enumerate(lengths)}
+    made = list(buckets(tensors, size))
+    assert [name for bucket in made for name in bucket] == list(tensors)
+    for bucket in made:
+        assert bucket and (len(bucket) == 1 or sum(tensor.nbytes for tensor in bucket.values()) <= size)

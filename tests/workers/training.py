@@ -23,12 +23,14 @@ CLIP, BETA = 1e-3, 0.7
 def make_rows(path: Path, rows: int = 4) -> dict[str, Tensor]:
     """Rows that a rollout could have recorded: two steps each, guided but for the first row. Old log-probs are 0."""
     draw = torch.Generator().manual_seed(5)
-    sigmas = DiffusionModelBase.get_class("StableDiffusion3Pipeline")(path).schedule(6, 16)[0]
+    qwen = path.name == "qwen_image"
+    rules = DiffusionModelBase.get_class("QwenImagePipeline" if qwen else "StableDiffusion3Pipeline")(path)
+    timesteps = rules.schedule(6, 16)[0]
     steps = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 4]]).repeat(rows // 4, 1)
     lengths = torch.tensor([5, 5, 5, 5]).repeat(rows // 4)
     batch = {
-        "all_latents": torch.randn(rows, 3, 16, 8, 8, generator=draw),
-        "all_timesteps": sigmas[steps],
+        "all_latents": torch.randn(rows, 3, *((16, 64) if qwen else (16, 8, 8)), generator=draw),
+        "all_timesteps": timesteps[steps],
         "sde_steps": steps,
         "cfg_scale": torch.tensor([1.0, 4.0, 2.0, 1.5]).repeat(rows // 4),
         "advantages": torch.randn(rows, 2, generator=draw),

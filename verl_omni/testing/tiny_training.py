@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from verl_omni.trainer.diffusion.metrics_file import read_metrics
 
 PROMPTS = ("a red fox", "two boats at sea", "a lighthouse in fog", "a bowl of plums")
 MODES = {
@@ -25,6 +26,7 @@ _SETTINGS = [
     "rollout.pipeline.height=64",
     "rollout.pipeline.width=64",
     "rollout.pipeline.num_inference_steps=6",
+    "rollout.pipeline.max_sequence_length=32",
     "rollout.algo.sde_window_size=2",
     "rollout.algo.sde_window_range=[0,4]",
     "rollout.log_prob_micro_batch_size_per_gpu=8",
@@ -53,8 +55,4 @@ def overrides(folder: Path, model: Path, *changes: str) -> list[str]:
 
 def history(folder: Path) -> dict[int, dict[str, float]]:
     """Step → its metrics, of the run in ``folder/run``."""
-    steps: dict[int, dict[str, float]] = {}
-    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        steps.setdefault(record.pop("step"), {}).update(record)
-    return steps
+    return {int(row["step"]): row for row in read_metrics(folder / "run")}

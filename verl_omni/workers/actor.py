@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -20,7 +21,10 @@ from verl_omni.workers.engine.fsdp_diffusion import DiffusionFSDPEngine, PolicyS
 from verl_omni.workers.engine.lora import write_lora
 from verl_omni.workers.engine.policy_update import PolicyUpdate, recorded_log_probs
 from verl_omni.workers.rollout.external_lib import import_external_lib
+from verl_omni.workers.rollout.wire import buckets, pack
 
+BUCKET_BYTES = 2**30
+"""Of weights in one object of Ray's store: large enough to be read at full speed, small beside the store."""
 _MESH = "actor"
 _BY_ROWS = make_nd_compute_dataproto_dispatch_fn(mesh_name=_MESH)
 
@@ -123,14 +127,21 @@ class DiffusionActorWorker(Worker):
             write_lora(folder, config, tensors)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def policy_state(self) -> PolicyState | None:
-        """The policy for the rollout engine, from rank 0; None from the others."""
-        return self.engine.policy_state()
+    def policy_state(self) -> PolicyState | tuple[str, list[ray.ObjectRef]] | None:
+        """The policy for the rollout servers, from rank 0; None from the others. See :data:`PolicyState`.
+
+        All weights are too much to be handed around: they go into Ray's object store, and references are returned.
+        """
+        state = self.engine.policy_state()
+        if state is None or state[0] == "lora":
+            return state
+        return "weights", [ray.put(pack(bucket)) for bucket in buckets(state[1], BUCKET_BYTES)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def onload(self) -> None:
-        """Take the device back after :meth:`offload`."""
-        self.engine.to(get_device_name())
+        """Take the device back after :meth:`offload`. What is kept on the host while not in use stays there."""
+        keep_model, keep_optimizer = self.engine.is_param_offload_enabled, self.engine.is_optimizer_offload_enabled
+        self.engine.to(get_device_name(), model=not keep_model, optimizer=not keep_optimizer, grad=not keep_model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload(self) -> None:

@@ -38,8 +38,8 @@ fi
     reward.scorers.red.type=color \
     reward.scorers.red.channel=red \
     trainer.device=cpu \
-    trainer.experiment_name=tiny_cpu \
-    trainer.default_local_dir=outputs/tiny_cpu \
+    trainer.experiment_name=tiny \
+    trainer.default_local_dir=outputs/tiny \
     trainer.n_gpus_per_node="$NUM_GPUS" \
     trainer.total_training_steps=30 \
     trainer.test_freq=10 \

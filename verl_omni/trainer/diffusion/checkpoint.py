@@ -92,9 +92,11 @@ class Checkpoints:
         tracker = self._root / f"{TRACKER}.part"
         tracker.write_text(str(step), encoding="utf-8")
         os.replace(tracker, self._root / TRACKER)
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
-        steps = sorted(int(match[1]) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
+    def _prune(self, latest: int) -> None:
+        """Those of later steps than `latest` are of another run, from before this one began anew or further back."""
+        found = (int(match[1]) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
+        steps = sorted(step for step in found if step <= latest)
         for step in steps[: -self._keep] if self._keep else []:
             shutil.rmtree(self.at(step).folder, ignore_errors=True)

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl_omni.platforms import verl_cpu_environment
 
@@ -80,19 +80,25 @@ class Cluster:
 
 
 def _start_ray(job: TrainingJob) -> bool:
-    """Join the Ray that is there (``RAY_ADDRESS`` names one) or start one; whether one was started."""
+    """Join the Ray that there is for this run, or start one; whether one was started.
+
+    A run on several nodes joins the cluster of this machine, one on a single node starts a Ray of its own, unless
+    ``RAY_ADDRESS`` or ``trainer.ray_kwargs.address`` names another.
+    """
     import ray
 
     if ray.is_initialized():
         return False
-    options: dict[str, Any] = {"logging_level": logging.WARNING, "include_dashboard": False}
-    options |= job.settings.trainer.ray_kwargs
-    if "address" in options or "RAY_ADDRESS" in os.environ:
-        options.pop("include_dashboard", None)  # says how a Ray is started
-    elif job.device == "cpu":  # each process counts as one CPU; there may be more of them than cores
-        needed = _sharers(job) * job.settings.trainer.processes + job.settings.replicas
-        options.setdefault("num_cpus", max(os.cpu_count() or 1, needed))
-    ray.init(**options)
+    trainer = job.settings.trainer
+    options = dict(trainer.ray_kwargs)
+    if "address" not in options and "RAY_ADDRESS" not in os.environ:
+        options["address"] = "auto" if trainer.nnodes > 1 else "local"
+    if options.get("address") == "local":
+        options.setdefault("include_dashboard", False)
+        if job.device == "cpu":  # each process counts as one CPU; there may be more of them than cores
+            needed = _sharers(job) * trainer.processes + job.settings.replicas
+            options.setdefault("num_cpus", max(os.cpu_count() or 1, needed))
+    ray.init(**{"logging_level": logging.WARNING, **options})
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class TrainingJob:
             Path(trainer.default_local_dir).absolute(), key=f"trainer.default_local_dir={trainer.default_local_dir!r}"
         )
         device = _device(trainer.device)
+        _check_gpus(settings, device)
         prepare_process(device)
         first = training_groups(prompts.batch_at(1), rollout, step=1, negative_prompt=settings.data.negative_prompt)
         setup = resolve_rollout(model, rollout, [request for group in first for request in group.requests])
@@ -194,6 +196,24 @@ def _device(asked: str | None) -> str:
     if asked == "cuda" and not available:
         raise ConfigError("trainer.device=cuda, but no CUDA device is there; write trainer.device=cpu")
     return asked or ("cuda" if available else "cpu")
+
+
+def _check_gpus(settings: TrainSettings, device: str) -> None:
+    """A run with a Ray of its own must find its GPUs on this machine: Ray would wait for them without end."""
+    import torch
+
+    trainer, rollout = settings.trainer, settings.actor_rollout_ref.rollout
+    if device != "cuda" or trainer.nnodes > 1 or "address" in trainer.ray_kwargs or "RAY_ADDRESS" in os.environ:
+        return
+    own = 0 if rollout.colocate else settings.replicas * rollout.gpus_per_replica
+    needed, there = trainer.processes + own, torch.cuda.device_count()
+    if needed > there:
+        rollouts = f" and {own} for rollouts" if own else ""
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} takes {trainer.processes} GPUs for training{rollouts}, "
+            f"but this machine shows {there}; write trainer.n_gpus_per_node={max(there - own, 1)}"
+            + (", or fewer actor_rollout_ref.rollout.replicas" if own else "")
+        )
 
 
 def _model_class(architecture: str, algorithm: str) -> type[DiffusionModelBase]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
@@ -33,7 +34,10 @@ class TrainedStateCheckpoint(BaseCheckpointManager):
         if not (Path(local_path) / ".metadata").is_file():
             raise ValueError(f"{local_path} holds no checkpoint of the training workers")
         state = self._state()
-        dcp.load(state, checkpoint_id=local_path)
+        dcp.load({"model": state["model"]}, checkpoint_id=local_path)
+        # the file lacks the optimizer's state of weights that never had a gradient: a fresh one is right for them
+        partly = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load({"optimizer": state["optimizer"]}, checkpoint_id=local_path, planner=partly)
         set_state_dict(
             self.model,
             self.optimizer,

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from verl.trainer.config import CheckpointConfig
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.utils.fsdp_utils import apply_fsdp2, load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_omni.pipelines.training import DiffusionModelBase, StepKnobs, StepScore
@@ -127,19 +128,21 @@ class DiffusionFSDPEngine(FSDPEngine):
 
     # ---- policy
 
+    @torch.no_grad()
     def policy_state(self) -> PolicyState | None:
         """The policy as it is now, on rank 0; None on the others. Later updates do not change it."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, value in self.module.state_dict().items():
             if self._is_lora and not is_lora_weight(name):
                 continue
-            if isinstance(value, DTensor):  # gathered one by one: the device never holds two of them whole
-                value = value.detach().to(get_device_id()).full_tensor()
+            whole: Any = value.to(get_device_id())
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()  # one by one: the device never holds two of them
             if self.rank == 0:
                 # the rollout computes in the dtype in which the policy is trained
-                dtype = self.param_dtype if value.is_floating_point() and not self._is_lora else value.dtype
+                dtype = self.param_dtype if whole.is_floating_point() and not self._is_lora else whole.dtype
                 name = saved_name(name) if self._is_lora else f"transformer.{name}"
-                tensors[name] = value.to("cpu", dtype=dtype, copy=True)
+                tensors[name] = whole.to("cpu", dtype=dtype, copy=True)
         if self.rank != 0:
             return None
         if self._is_lora:
@@ -188,8 +191,6 @@ class DiffusionFSDPEngine(FSDPEngine):
         return module
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        from verl.workers.config.optimizer import build_optimizer
-
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return build_optimizer(trained, self.optimizer_config)
 
@@ -199,6 +200,16 @@ class DiffusionFSDPEngine(FSDPEngine):
         if model and self._reference is not None:
             move = load_fsdp_model_to_gpu if device == get_device_name() else offload_fsdp_model_to_cpu
             move(self._reference)
+        if optimizer and device != get_device_name():
+            get_torch_device().synchronize()  # the copies run on, and what comes next may read them on the host
+            get_torch_device().empty_cache()  # verl does so for the model alone
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """See :class:`TrainedStateCheckpoint`. Weights are saved from where they are.
+
+        verl's would load them onto the device first, and leave them there beside a rollout that has it to itself.
+        """
+        self.checkpoint_manager.save_checkpoint(local_path)
 
 
 def _set_attention(module: Any, backend: str) -> None:

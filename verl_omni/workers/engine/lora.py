@@ -40,8 +40,8 @@ def add_lora(transformer: nn.Module, *, rank: int, alpha: int, target_modules: l
 def lora_off(module: nn.Module) -> Iterator[None]:
     """The base model within.
 
-    PEFT's own ``disable_adapter`` clears ``requires_grad`` meanwhile. FSDP2 copies that to the gathered weights, once,
-    in the first forward; were this the one without LoRA, no gradient would ever reach the LoRA, without a word.
+    PEFT's own ``disable_adapter`` clears ``requires_grad`` meanwhile. FSDP2 looks at that in its first forward, to
+    settle in which dtype gradients are reduced; were this the one without LoRA, float32 would not be asked for.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

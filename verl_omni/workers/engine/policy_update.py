@@ -1,7 +1,7 @@
 """Old log-probs, and the update of the policy from scored rows.
 
 A mini-batch, over all ranks, is one optimizer step. It goes through the transformer in micro-batches, one recorded step
-at a time, each with a backward of its own, so that activations of one forward at most are held. Each contributes by its
+at a time, each with a backward of its own, so that activations of one step at most are held. Each contributes by its
 share of the mini-batch's weight: the gradient is that of the mini-batch's mean, however it is cut and spread.
 
 Legend: B rows of this rank, W recorded steps.
@@ -78,7 +78,7 @@ class PolicyUpdate:
         """One optimizer step."""
         engine, size = self.engine, self.config.ppo_micro_batch_size_per_gpu
         steps = rows["sde_steps"].shape[1]
-        weight = rows["sample_weight"].double().sum().float().to(get_device_id())
+        weight = rows["sample_weight"].sum().to(get_device_id())
         dist.all_reduce(weight)
         if not weight > 0:
             return {}

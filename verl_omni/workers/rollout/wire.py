@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,18 @@ def unpack(packed: Mapping[str, PackedTensor | Tensor]) -> dict[str, Tensor]:
     Tensors that were sent as they are stay so.
     """
     return {name: _unpack(item) for name, item in packed.items()}
+
+
+def buckets(tensors: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """`tensors` in order, in groups of at most `size` bytes; a larger one is a group of its own."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if bucket and sum(other.nbytes for other in bucket.values()) + tensor.nbytes > size:
+            yield bucket
+            bucket = {}
+        bucket[name] = tensor
+    if bucket:
+        yield bucket
 
 
 def pack_sample(sample: RolloutSample) -> RolloutSample:

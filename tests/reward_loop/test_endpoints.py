@@ -275,18 +275,26 @@ def test_what_is_filled_in_is_not_filled_in_again():
         ("**8**/10", (0, 10), 0.8),
         ("In 2024 I would say 3", (0, 10), 0.3),
         ("v1.5 is a 4", (0, 10), 0.4),
+        ("Out of 10 I give it 3", (0, 10), 0.3),
+        ("3, yes, 3 out of 10", (0, 10), 0.3),
         ("-1", (-1, 1), 0.0),
         ("3", (1, 5), 0.5),
         ("1", (1, 5), 0.0),
     ],
 )
-def test_the_first_number_on_the_scale_counts(answer, scale, score):
+def test_the_number_on_the_scale_counts(answer, scale, score):
     assert read_answer(answer, scale) == pytest.approx(score)
 
 
 @pytest.mark.parametrize("answer", ["", "none", "11", "-3", "NaN", "inf"])
 def test_no_number_on_the_scale_is_no_score(answer):
     with pytest.raises(ScoreError, match="no number from 0 to 10"):
+        read_answer(answer, (0, 10))
+
+
+@pytest.mark.parametrize("answer", ["On a scale of 0 to 10: 7", "text 8, colours 5"])
+def test_several_numbers_on_the_scale_are_no_score(answer):
+    with pytest.raises(ScoreError, match=r"\d numbers from 0 to 10"):
         read_answer(answer, (0, 10))
 
 

@@ -73,3 +73,11 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path):
     (tmp_path / TRACKER).write_text("7")
     with pytest.raises(ConfigError, match="says '7', but there is no such checkpoint"):
         checkpoints.find("auto")
+
+
+def test_a_run_that_begins_anew_does_not_go_on_from_an_older_one(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 5)
+    checkpoints.start_anew()
+    assert checkpoints.find("auto") is None
+    assert checkpoints.at(5).folder.is_dir()  # whoever wants it may still name it

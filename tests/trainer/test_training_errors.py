@@ -82,3 +82,20 @@ def test_a_users_own_loss_and_advantages_are_found(model, tmp_path):
     own = ["actor.diffusion_loss.loss_mode=mine", "algorithm.adv_estimator=mine", f"rollout.external_lib={module}"]
     config = compose(overrides(tmp_path, model, *own), CONFIG_NAME)
     assert TrainingJob.prepare(config).settings.algorithm.adv_estimator == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["trainer.n_gpus_per_node=4"], "takes 4 GPUs for training, but this machine shows 2"),
+        (["rollout.colocate=false", "trainer.n_gpus_per_node=2"], "takes 2 GPUs for training and 2 for rollouts"),
+        (["rollout.replicas=3", "trainer.n_gpus_per_node=2"], "colocate=false for GPUs of their own"),
+        (["rollout.gpus_per_replica=2", "trainer.n_gpus_per_node=2"], "colocate=false for GPUs of their own"),
+    ],
+)
+def test_more_gpus_than_there_are(settings, message, model, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    arguments = [item for item in overrides(tmp_path, model, *settings) if item != "trainer.device=cpu"]
+    assert main(arguments) == 2
+    assert message in capfd.readouterr().err

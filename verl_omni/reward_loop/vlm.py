@@ -57,15 +57,18 @@ def fill_template(template: str, **values: str | None) -> str:
 
 
 def read_answer(answer: str, scale: Sequence[float]) -> float:
-    """The first number of `answer` that lies on `scale` = [worst, best], as 0 (worst) to 1 (best).
+    """The number of `answer` that lies on `scale` = [worst, best], as 0 (worst) to 1 (best).
 
-    Raises :class:`~verl_omni.reward_loop.item.ScoreError` if there is none.
+    "/ best" and "out of best" are passed over. Raises :class:`~verl_omni.reward_loop.item.ScoreError` if there is no
+    such number, or if there are several: which of them is meant, only a guess could tell.
     """
     worst, best = scale
-    for match in _NUMBER.finditer(answer):
-        if worst <= float(match[0]) <= best:
-            return (float(match[0]) - worst) / (best - worst)
-    raise ScoreError(f"the answer has no number from {worst:g} to {best:g}: {answer[:200]!r}")
+    rest = re.sub(rf"(?:/|\bout of)\s*{best:g}\b", " ", answer, flags=re.IGNORECASE)
+    numbers = {number for match in _NUMBER.finditer(rest) if worst <= (number := float(match[0])) <= best}
+    if len(numbers) != 1:
+        found = "no number" if not numbers else f"{len(numbers)} numbers"
+        raise ScoreError(f"the answer has {found} from {worst:g} to {best:g}: {answer[:200]!r}")
+    return (numbers.pop() - worst) / (best - worst)
 
 
 def _content(reply: Any) -> str:

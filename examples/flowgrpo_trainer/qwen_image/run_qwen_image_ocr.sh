@@ -11,7 +11,7 @@ VAL_FILES=${VAL_FILES:-$DATA/test.parquet}
 NUM_GPUS=${NUM_GPUS:-8}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-256}
 
-if [[ ! -f $DATA/train.parquet ]]; then
+if [[ $TRAIN_FILES == "$DATA"/* && ! -f $DATA/train.parquet ]]; then
     "$PYTHON" "$(dirname "$0")/../data_process/ocr.py" --model qwen_image --output_dir "$DATA"
 fi
 
@@ -41,5 +41,6 @@ fi
     trainer.n_gpus_per_node="$NUM_GPUS" \
     trainer.total_training_steps=300 \
     trainer.save_freq=30 \
+    trainer.max_actor_ckpt_to_keep=2 \
     trainer.test_freq=30 \
     "$@"

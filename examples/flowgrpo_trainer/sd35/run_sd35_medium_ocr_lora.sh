@@ -12,7 +12,7 @@ NUM_GPUS=${NUM_GPUS:-1}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-256}
 REQUEST_BATCH_MAX_WAIT_MS=${REQUEST_BATCH_MAX_WAIT_MS:-10}
 
-if [[ ! -f $DATA/train.parquet ]]; then
+if [[ $TRAIN_FILES == "$DATA"/* && ! -f $DATA/train.parquet ]]; then
     "$PYTHON" "$(dirname "$0")/../data_process/ocr.py" --model sd35 --output_dir "$DATA"
 fi
 
@@ -44,5 +44,6 @@ fi
     trainer.n_gpus_per_node="$NUM_GPUS" \
     trainer.total_training_steps=600 \
     trainer.save_freq=30 \
+    trainer.max_actor_ckpt_to_keep=2 \
     trainer.test_freq=30 \
     "$@"

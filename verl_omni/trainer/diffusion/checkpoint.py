@@ -79,6 +79,10 @@ class Checkpoints:
             )
         return found
 
+    def start_anew(self) -> None:
+        """No checkpoint that is there now is one of the run that begins: "auto" finds none until it saves."""
+        (self._root / TRACKER).unlink(missing_ok=True)
+
     @contextmanager
     def writing(self, step: int) -> Iterator[Checkpoint]:
         """A folder to fill; it becomes the checkpoint of `step` when the block ends without an error."""
@@ -87,8 +91,12 @@ class Checkpoints:
         shutil.rmtree(part.folder, ignore_errors=True)
         part.folder.mkdir(parents=True)
         yield part
-        shutil.rmtree(done.folder, ignore_errors=True)
+        before = done.folder.with_name(f"{done.folder.name}.before")
+        shutil.rmtree(before, ignore_errors=True)
+        if done.folder.exists():
+            done.folder.rename(before)
         part.folder.rename(done.folder)
+        shutil.rmtree(before, ignore_errors=True)
         tracker = self._root / f"{TRACKER}.part"
         tracker.write_text(str(step), encoding="utf-8")
         os.replace(tracker, self._root / TRACKER)

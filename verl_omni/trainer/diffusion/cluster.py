@@ -8,10 +8,10 @@ import math
 import os
 import re
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl_omni.platforms import verl_cpu_environment
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "RAY_AUTH_MODE")
+_PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_", "RAY_AUTH_MODE")
 """How the environment variables begin that the processes of a run get from this one."""
 
 _CHATTY = ("verl.workers.engine", "torch.distributed.fsdp._fully_shard._fsdp_state", "peft.mapping_func")
@@ -58,7 +58,7 @@ class Cluster:
     @classmethod
     @asynccontextmanager
     async def running(cls, job: TrainingJob) -> AsyncIterator[Cluster]:
-        """Start everything, and end it afterwards. Workers and servers load their models side by side."""
+        """Start everything, and end it afterwards. Workers on a GPU that servers share have left it to these."""
         import ray
 
         owns_ray = _start_ray(job)
@@ -66,9 +66,12 @@ class Cluster:
         replicas: RolloutReplicas | None = None
         try:
             actors = await asyncio.to_thread(_start_actors, job, pool)
-            loading = asyncio.create_task(asyncio.to_thread(actors.init_model))
-            replicas = await _start_replicas(job, pool)
-            await loading
+            if job.colocated and job.device != "cpu":  # one after the other: a device may not hold both while they load
+                await asyncio.to_thread(actors.init_model)
+                await asyncio.to_thread(actors.offload)
+                replicas = await _start_replicas(job, pool)
+            else:
+                replicas = await _load_side_by_side(actors, _start_replicas(job, pool))
             yield cls(actors=actors, replicas=replicas)
         finally:
             if replicas is not None:
@@ -77,6 +80,21 @@ class Cluster:
                 ray.util.remove_placement_group(group)  # ends the workers in it
             if owns_ray:
                 ray.shutdown()
+
+
+async def _load_side_by_side(actors: RayWorkerGroup, starting: Coroutine[Any, Any, RolloutReplicas]) -> RolloutReplicas:
+    """Load the models of workers and servers; the first to fail ends it."""
+    loading = asyncio.create_task(asyncio.to_thread(actors.init_model))
+    serving = asyncio.create_task(starting)
+    await asyncio.wait((loading, serving), return_when=asyncio.FIRST_EXCEPTION)
+    problem = next((error for task in (loading, serving) if task.done() and (error := task.exception())), None)
+    if problem is None:
+        return serving.result()
+    serving.cancel()
+    _, replicas = await asyncio.gather(loading, serving, return_exceptions=True)
+    if not isinstance(replicas, BaseException):
+        await replicas.close()
+    raise problem
 
 
 def _start_ray(job: TrainingJob) -> bool:

@@ -101,6 +101,8 @@ class TrainingJob:
             total_steps=self.total_steps,
             resume_step=None if self.resume is None else self.resume.step,
         )
+        if self.resume is None:
+            Checkpoints(trainer.default_local_dir).start_anew()
         status = "failed"
         try:
             async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
@@ -203,6 +205,16 @@ def _check_gpus(settings: TrainSettings, device: str) -> None:
     import torch
 
     trainer, rollout = settings.trainer, settings.actor_rollout_ref.rollout
+    if (
+        device == "cuda"
+        and rollout.colocate
+        and max(rollout.gpus_per_replica, settings.replicas / trainer.processes) > 1
+    ):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.replicas={settings.replicas} of gpus_per_replica={rollout.gpus_per_replica} "
+            f"cannot share the {trainer.processes} GPUs of the trainer, which take one engine each; "
+            "write actor_rollout_ref.rollout.colocate=false for GPUs of their own"
+        )
     if device != "cuda" or trainer.nnodes > 1 or "address" in trainer.ray_kwargs or "RAY_ADDRESS" in os.environ:
         return
     own = 0 if rollout.colocate else settings.replicas * rollout.gpus_per_replica

@@ -53,6 +53,7 @@ class DiffusionTrainer:
         trainer, start = self._settings.trainer, self._job.resume
         done = 0
         if start is not None:
+            await self._make_room_for_training()
             await self._call("load_checkpoint", str(start.actor))
             done = start.step
             logger.info("going on after step %d, from %s", done, start.folder)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 600.0
-"""A large checkpoint on a slow disk takes minutes to load."""
+START_TIMEOUT_S = 1800.0
+"""A large checkpoint on a slow disk takes minutes to load, from the hub longer."""
 CLOSE_GRACE_S = 30.0
 """How long `close` waits for the servers before it kills them."""
 POLICY_KINDS = ("lora", "weights")

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from verl_omni.platforms import verl_cpu_environment
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fails at once
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.update(verl_cpu_environment())  # verl looks for its platforms when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing, and spinning threads starve the other tests
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # logs go to pytest, and stdout is left alone
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from verl_omni.pipelines.model_base import DiffusionModelBase, VllmOmniPipelineBase
@@ -10,6 +12,9 @@ from verl_omni.pipelines.registry import AdapterRegistry, Registry
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch):
+    # imported within a test, they would register into its copy, which is gone afterwards
+    for module in (*AdapterRegistry._built_in, *DiffusionModelBase._built_in):
+        importlib.import_module(module)
     for registry in (AdapterRegistry, DiffusionModelBase):
         monkeypatch.setattr(registry, "_classes", dict(registry._classes))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def workers(tiny_sd3: Path) -> Iterator[Any]:
+def workers(tiny_sd3: Path, ray_session: None) -> Iterator[Any]:
     """A group of two."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
     from verl_omni.workers.actor import ActorWorkerConfig, DiffusionActorWorker
 
-    ray.init("local", num_cpus=2, include_dashboard=False, logging_level="warning")
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     environment = verl_cpu_environment() | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -45,7 +42,8 @@ def workers(tiny_sd3: Path) -> Iterator[Any]:
     )
     group.init_model()
     yield group
-    ray.shutdown()
+    for placed in pool.pgs:
+        ray.util.remove_placement_group(placed)
 
 
 def make_batch(path: Path) -> Any:

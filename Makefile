@@ -49,7 +49,7 @@ test: $(STAMP)  ## run all tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-fast: $(STAMP)  ## run the tests that start no engine
-	$(BIN)/pytest -m "not engine"
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not engine"
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check

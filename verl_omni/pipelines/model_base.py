@@ -27,7 +27,7 @@ from verl_omni.pipelines.diffusion_rollout_output import rollout_output
 from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
-from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
+from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
 from verl_omni.pipelines.schedule import StepTables
@@ -277,7 +277,7 @@ def _told(state: StepRequestState) -> Iterator[None]:
 def _output(rollout: Rollout) -> DiffusionOutput:
     embeddings = dict(rollout.cond)
     if rollout.uncond is not None:
-        embeddings |= {f"negative_{name}": tensor for name, tensor in rollout.uncond.items()}
+        embeddings |= {f"{NEGATIVE}{name}": tensor for name, tensor in rollout.uncond.items()}
     trajectories = [trajectory for row in rollout.rows if (trajectory := row.trajectory()) is not None]
     latents, log_probs, timesteps = map(torch.stack, zip(*trajectories, strict=True)) if trajectories else (None,) * 3
     return rollout_output(

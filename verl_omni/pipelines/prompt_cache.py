@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
+import torch
 from torch import Tensor
 
 PromptEmbeds = dict[str, Tensor]
 """Unpadded tensors of one prompt: ``prompt_embeds`` [L, D] and what else the model takes."""
+
+NEGATIVE = "negative_"
+"""Prefix of what belongs to the negative prompt, where both prompts' tensors stand side by side."""
 
 MAX_BYTES = 1 << 30  # about 2000 Qwen-Image prompts or 400 SD3.5 ones; a training step rarely has more distinct ones
 
@@ -40,6 +44,16 @@ class PromptCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def with_masks(embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`embeddings` with a mask for each sequence that comes without: all ones, as nothing is padded."""
+    masks = {
+        f"{name}_mask": torch.ones(len(value), dtype=torch.bool)
+        for name, value in embeddings.items()
+        if name.endswith("prompt_embeds") and value.ndim == 2
+    }
+    return {**masks, **embeddings}
 
 
 def _nbytes(embeds: PromptEmbeds) -> int:

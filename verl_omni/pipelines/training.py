@@ -20,12 +20,22 @@ from torch import Tensor, nn
 
 from verl_omni.algorithms.flow_sde import StepCoefficients, sde_step
 from verl_omni.pipelines.hooks import ModelRules
+from verl_omni.pipelines.prompt_cache import NEGATIVE
 from verl_omni.pipelines.registry import Registry
 from verl_omni.pipelines.rows import TextBatch
 from verl_omni.pipelines.schedule import StepTables
 
-NEGATIVE = "negative_"
-"""Prefix of what belongs to the negative prompt."""
+JOINT_ATTENTION = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
+"""Linear layers of diffusers' attention over image and text together."""
 _TIMESTEP_RTOL = 1e-6
 """Above float32's rounding, below bfloat16's, which moves 889 to 888."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from verl_omni.pipelines.qwen_image.rules import QwenImageRules, refuse_distilled
-from verl_omni.pipelines.training import DiffusionModelBase
+from verl_omni.pipelines.training import JOINT_ATTENTION, DiffusionModelBase
 
 
 @DiffusionModelBase.register("QwenImagePipeline")
@@ -15,14 +15,7 @@ class QwenImageTraining(QwenImageRules, DiffusionModelBase):
 
     transformer_class = "QwenImageTransformer2DModel"
     default_target_modules: ClassVar = [
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",

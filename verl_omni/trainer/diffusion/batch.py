@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from verl_omni.pipelines.prompt_cache import NEGATIVE, with_masks
 from verl_omni.workers.rollout.request import RolloutRequest, RolloutSample
 
 if TYPE_CHECKING:
     from verl import DataProto
 
     from verl_omni.reward_loop.item import RewardResult
-
-NEGATIVE = "negative_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +111,14 @@ def _recorded(item: ScoredSample) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _conditioning(embeddings: Sequence[Mapping[str, Tensor]], guided: Sequence[bool]) -> dict[str, Tensor]:
     """The prompts' tensors by name, stacked; sequences padded, each with its mask."""
-    names = [name for name in embeddings[0] if not name.startswith(NEGATIVE)]
+    prompts = [with_masks(prompt) for prompt in embeddings]
+    names = [name for name in prompts[0] if not name.startswith(NEGATIVE)]
     tensors: dict[str, Tensor] = {}
     for prefix in ["", NEGATIVE] if any(guided) else [""]:
         for name in names:
             # an unguided sample has no negative: its own prompt stands in, and is not used
             rows = [
-                prompt[prefix + name if is_guided else name]
-                for prompt, is_guided in zip(embeddings, guided, strict=True)
+                prompt[prefix + name if is_guided else name] for prompt, is_guided in zip(prompts, guided, strict=True)
             ]
             tensors[prefix + name] = pad_sequence(rows, batch_first=True) if rows[0].ndim else torch.stack(rows)
-            mask = f"{prefix}{name}_mask"
-            if rows[0].ndim == 2 and f"{name}_mask" not in names:
-                tensors[mask] = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
     return tensors

@@ -160,11 +160,25 @@ def _check_devices(settings: TrainSettings) -> None:
             f"{ROLLOUT}.gpus_per_replica={each} does not divide the {processes} training processes; "
             f"write {ROLLOUT}.replicas=… to say how many engines there are"
         )
-    if rollout.colocate and settings.trainer.device == "cuda" and settings.replicas * each > processes:
+    check_sharing(settings, settings.trainer.device)
+
+
+def check_sharing(settings: TrainSettings, device: str | None) -> None:
+    """Raise :class:`ConfigError` for engines that cannot share the trainer's GPUs; `device` is cpu, cuda or unknown."""
+    rollout, processes = settings.actor_rollout_ref.rollout, settings.trainer.processes
+    each = rollout.gpus_per_replica
+    if device != "cuda" or not rollout.colocate:
+        return
+    if settings.replicas * each > processes:
         raise ConfigError(
             f"{ROLLOUT}.replicas={settings.replicas} × {ROLLOUT}.gpus_per_replica={each} is more than the {processes} "
             f"GPUs that the trainer shares with them; write {ROLLOUT}.replicas={processes // each or 1}, or "
             f"{ROLLOUT}.colocate=false for GPUs of their own"
+        )
+    if each > 1:
+        raise ConfigError(
+            f"{ROLLOUT}.gpus_per_replica={each}: an engine that shares the trainer's GPUs runs on one of them; "
+            f"write {ROLLOUT}.colocate=false for GPUs of their own"
         )
 
 

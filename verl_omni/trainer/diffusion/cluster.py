@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from verl_omni.trainer.diffusion.job import TrainingJob
     from verl_omni.workers.rollout.replicas import Placement, RolloutReplicas
 
-logger = logging.getLogger(__name__)
-
 _PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_", "RAY_AUTH_MODE")
 """How the environment variables begin that the processes of a run get from this one."""
 
@@ -42,8 +40,9 @@ def prepare_process(device: str) -> None:
         os.environ.update(verl_cpu_environment())
     for module in _CHATTY:
         warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(module))
+    present = [item for item in os.environ.get("PYTHONWARNINGS", "").split(",") if item]
     ignored = [f"ignore::UserWarning:{module}" for module in _CHATTY]
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), *ignored)))
+    os.environ["PYTHONWARNINGS"] = ",".join(dict.fromkeys([*present, *ignored]))
 
 
 @dataclass(frozen=True, kw_only=True)

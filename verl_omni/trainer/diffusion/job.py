@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.diffusion.checkpoint import Checkpoint, Checkpoints
+from verl_omni.trainer.diffusion.checks import check_sharing
 from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process
 from verl_omni.trainer.diffusion.data import PromptGroup, TrainPrompts, read_validation_prompts, training_groups
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
@@ -65,6 +66,7 @@ class TrainingJob:
             Path(trainer.default_local_dir).absolute(), key=f"trainer.default_local_dir={trainer.default_local_dir!r}"
         )
         device = _device(trainer.device)
+        check_sharing(settings, device)
         _check_gpus(settings, device)
         prepare_process(device)
         first = training_groups(prompts.batch_at(1), rollout, step=1, negative_prompt=settings.data.negative_prompt)
@@ -142,13 +144,12 @@ class TrainingJob:
         from verl_omni.workers.actor import ActorWorkerConfig
 
         parts, trainer = self.settings.actor_rollout_ref, self.settings.trainer
-        mini_batches = self.settings.data.train_batch_size // self.settings.mini_batch_size
         return ActorWorkerConfig(
             model=parts.model,
             actor=parts.actor,
             log_prob_micro_batch_size=parts.rollout.log_prob_micro_batch_size_per_gpu
             or parts.actor.ppo_micro_batch_size_per_gpu,
-            optimizer_steps=self.total_steps * parts.actor.ppo_epochs * mini_batches,
+            optimizer_steps=self.total_steps * parts.actor.ppo_epochs * self.settings.mini_batches,
             seed=trainer.seed,
             external_lib=parts.rollout.external_lib,
         )
@@ -205,16 +206,6 @@ def _check_gpus(settings: TrainSettings, device: str) -> None:
     import torch
 
     trainer, rollout = settings.trainer, settings.actor_rollout_ref.rollout
-    if (
-        device == "cuda"
-        and rollout.colocate
-        and max(rollout.gpus_per_replica, settings.replicas / trainer.processes) > 1
-    ):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.replicas={settings.replicas} of gpus_per_replica={rollout.gpus_per_replica} "
-            f"cannot share the {trainer.processes} GPUs of the trainer, which take one engine each; "
-            "write actor_rollout_ref.rollout.colocate=false for GPUs of their own"
-        )
     if device != "cuda" or trainer.nnodes > 1 or "address" in trainer.ray_kwargs or "RAY_ADDRESS" in os.environ:
         return
     own = 0 if rollout.colocate else settings.replicas * rollout.gpus_per_replica

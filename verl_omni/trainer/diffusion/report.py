@@ -22,9 +22,10 @@ from typing import Any
 from verl_omni.trainer.diffusion.charts import Points, Series, line_chart, stacked_chart
 from verl_omni.trainer.diffusion.metrics import STAGES, STEP_STAGES
 from verl_omni.trainer.diffusion.metrics_file import METRICS, Row, read_metrics
+from verl_omni.trainer.diffusion.run_log import RUN
 from verl_omni.trainer.diffusion.validation_grid import FOLDER, find_grids
 
-REPORT, RUN = "report.html", "run.json"
+REPORT = "report.html"
 MAX_POINTS = 400
 """Points of a curve at most: more can't be told apart, and make the page heavy."""
 _GAP = "rollout/logp_gap_step_"

@@ -16,7 +16,7 @@ from verl_omni.workers.config import (
     RefConfig,
     build,
 )
-from verl_omni.workers.config.base import choice, flag, integer, number, text, texts
+from verl_omni.workers.config.base import as_mapping, choice, flag, integer, number, text, texts
 from verl_omni.workers.config.reward import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -185,9 +185,7 @@ class TrainerConfig:
         )
         self.val_grid_max_images = integer("trainer.val_grid_max_images", self.val_grid_max_images, low=0)
         self.seed = integer("trainer.seed", self.seed, low=0)
-        if not isinstance(self.ray_kwargs, Mapping):
-            raise ConfigError(f"trainer.ray_kwargs={self.ray_kwargs!r} must be a mapping of keys")
-        self.ray_kwargs = dict(self.ray_kwargs)
+        self.ray_kwargs = as_mapping("trainer.ray_kwargs", self.ray_kwargs)
 
     @property
     def processes(self) -> int:
@@ -247,6 +245,11 @@ class TrainSettings:
     def mini_batch_size(self) -> int:
         """Prompts in an optimizer step."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size or self.data.train_batch_size
+
+    @property
+    def mini_batches(self) -> int:
+        """Optimizer steps of one pass through a batch."""
+        return self.data.train_batch_size // self.mini_batch_size
 
     @property
     def replicas(self) -> int:

@@ -81,8 +81,7 @@ class DiffusionTrainer:
             with watch.stage("log_prob"):
                 await self._old_log_probs(batch)
             advantages = self._advantages(batch)
-            mini_batches = self._settings.data.train_batch_size // self._settings.mini_batch_size
-            dealt, size = deal(batch, mini_batches=mini_batches, ranks=self._settings.trainer.processes)
+            dealt, size = deal(batch, mini_batches=self._settings.mini_batches, ranks=self._settings.trainer.processes)
             dealt.meta_info["mini_batch_size"] = size
             with watch.stage("update"):
                 updated = await asyncio.to_thread(self._actors.update_actor, dealt)
@@ -141,9 +140,8 @@ class DiffusionTrainer:
         if self._settings.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
             return
-        padded, _ = deal(
-            batch, mini_batches=1, ranks=self._settings.trainer.processes
-        )  # one mini-batch keeps the order
+        # as one mini-batch, which keeps the order
+        padded, _ = deal(batch, mini_batches=1, ranks=self._settings.trainer.processes)
         scored = await asyncio.to_thread(self._actors.compute_log_prob, padded)
         batch.batch["old_log_probs"] = scored.batch["old_log_probs"][: len(batch)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +128,8 @@ def trajectory_tensors(results: Results) -> dict[str, Tensor]:
     where nothing was recorded; the text embeddings, unpadded, e.g. ``prompt_embeds`` [L, D] with its mask
     ``prompt_embeds_mask`` bool [L]; ``output_latents`` where latents were asked for in place of an image.
     """
+    from verl_omni.pipelines.prompt_cache import with_masks
+
     tensors: dict[str, Tensor] = {}
     for _, sample in results:
         if isinstance(sample, RolloutSample):
@@ -143,18 +145,6 @@ def trajectory_tensors(results: Results) -> dict[str, Tensor]:
                 for key, value in {**rows, **embeddings}.items():
                     tensors[f"{name}/{key}"] = value.clone().contiguous()  # the format rejects shared storage
     return tensors
-
-
-def with_masks(embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`embeddings` with a mask for each sequence that comes without: all ones, as nothing is padded."""
-    import torch
-
-    masks = {
-        f"{name}_mask": torch.ones(len(value), dtype=torch.bool)
-        for name, value in embeddings.items()
-        if name.endswith("prompt_embeds") and value.ndim == 2
-    }
-    return {**masks, **embeddings}
 
 
 def _images(results: Results) -> Iterator[tuple[str, Image]]:

@@ -31,17 +31,13 @@ def build(cls: type[T], mapping: Mapping[str, Any] | None, prefix: str) -> T:
     :class:`ConfigError` for a key that is no field (naming the nearest one), for something that is no mapping, and
     for whatever the dataclass rejects.
     """
-    if mapping is None:
-        mapping = {}
-    if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{prefix} must be a mapping of keys, got {mapping!r}")
+    values = as_mapping(prefix, mapping)
     prefix = f"{prefix}." if prefix else ""
     hints = typing.get_type_hints(cls)
     names = field_names(cls)
-    for key in mapping:
+    for key in values:
         if key not in names:
             raise ConfigError(unknown_key(f"{prefix}{key}", [prefix + name for name in _dotted_names(cls)]))
-    values = dict(mapping)
     for item in dataclasses.fields(cls):  # type: ignore[arg-type]
         required = item.default is item.default_factory is dataclasses.MISSING
         if dataclasses.is_dataclass(hints[item.name]) and (required or item.name in values):
@@ -49,6 +45,13 @@ def build(cls: type[T], mapping: Mapping[str, Any] | None, prefix: str) -> T:
         if required and values.get(item.name) is None:
             raise ConfigError(f"{prefix}{item.name} is required; add {prefix}{item.name}=…")
     return cls(**values)
+
+
+def as_mapping(key: str, value: Any) -> dict[Any, Any]:
+    """`value` as a dict of its own; null is an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{key} must be a mapping of keys, got {value!r}")
+    return dict(value or {})
 
 
 def field_names(cls: type) -> tuple[str, ...]:

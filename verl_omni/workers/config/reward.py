@@ -6,8 +6,8 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from verl_omni.workers.config.base import ConfigError, build, choice, integer, nearest, text
-from verl_omni.workers.config.scorers import SCORER_TYPES, FunctionConfig, ScorerConfig, mapping
+from verl_omni.workers.config.base import ConfigError, as_mapping, build, choice, integer, nearest, text
+from verl_omni.workers.config.scorers import SCORER_TYPES, FunctionConfig, ScorerConfig
 
 KEY = "reward"
 CUSTOM = "custom"
@@ -30,7 +30,7 @@ class CustomRewardFunctionConfig:
     def __post_init__(self) -> None:
         self.path = text(f"{self.KEY}.path", self.path, null="none")
         self.name = text(f"{self.KEY}.name", self.name)
-        self.reward_kwargs = mapping(f"{self.KEY}.reward_kwargs", self.reward_kwargs)
+        self.reward_kwargs = as_mapping(f"{self.KEY}.reward_kwargs", self.reward_kwargs)
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         self.num_workers = integer(f"{KEY}.num_workers", self.num_workers, low=1)
-        self.scorers = mapping(f"{KEY}.scorers", self.scorers)
+        self.scorers = as_mapping(f"{KEY}.scorers", self.scorers)
         named = self.named_scorers()
         if not named:
             raise ConfigError(f"{KEY} has no scorer; add one, such as {KEY}.scorers.ocr.type=ocr")
@@ -71,7 +71,7 @@ def _scorer(name: Any, entry: Any) -> ScorerConfig:
     key = f"{KEY}.scorers.{name}"
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w-]*", name)):
         raise ConfigError(f"{key}: the name of a scorer begins with a letter and has only letters, digits, _ and -")
-    options = mapping(key, entry)
+    options = as_mapping(key, entry)
     if options.get("type") is None:
         near = nearest(f"{key}.type", [str(option) for option in options])
         raise ConfigError(

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from verl_omni.workers.config.base import ConfigError, choice, flag, integer, nearest, number, text, unknown_key
+from verl_omni.workers.config.base import (
+    ConfigError,
+    as_mapping,
+    choice,
+    flag,
+    integer,
+    nearest,
+    number,
+    text,
+    unknown_key,
+)
 
 
 class RolloutMode(StrEnum):
@@ -252,10 +262,10 @@ def check_engine_keys(options: Mapping[str, Any], known: Set[str]) -> None:
 
 def _engine_options(prefix: str, engine_kwargs: Any) -> dict[str, Any]:
     """The checked content of ``engine_kwargs.vllm_omni``, nulls left out."""
-    for key in _mapping(prefix, engine_kwargs):
+    for key in as_mapping(prefix, engine_kwargs):
         if key != "vllm_omni":
             raise ConfigError(unknown_key(f"{prefix}.{key}", [f"{prefix}.vllm_omni"]))
-    given = _mapping(f"{prefix}.vllm_omni", _mapping(prefix, engine_kwargs).get("vllm_omni"))
+    given = as_mapping(f"{prefix}.vllm_omni", as_mapping(prefix, engine_kwargs).get("vllm_omni"))
     prefix += ".vllm_omni"
     for key in given:
         if key in MANAGED_KEYS:
@@ -271,9 +281,3 @@ def _engine_options(prefix: str, engine_kwargs: Any) -> dict[str, Any]:
         "rows_per_forward": lambda key, value: integer(key, value, low=1, null="all that are in flight"),
     }
     return options | {key: checks[key](f"{prefix}.{key}", options[key]) for key in PLAN_KEYS if key in options}
-
-
-def _mapping(key: str, value: Any) -> Mapping[Any, Any]:
-    if value is None or isinstance(value, Mapping):
-        return value or {}
-    raise ConfigError(f"{key}={value!r} must be a mapping of keys")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl_omni.workers.config.base import ConfigError, choice, flag, integer, number, text
+from verl_omni.workers.config.base import ConfigError, as_mapping, choice, flag, integer, number, text
 from verl_omni.workers.config.user_function import load_function, taken_keywords
 
 CHANNELS = ("red", "green", "blue")
@@ -115,7 +114,7 @@ class FunctionConfig(ScorerConfig):
     def check(self, key: str) -> None:
         super().check(key)
         self.path, self.name = text(f"{key}.path", self.path), text(f"{key}.name", self.name)
-        self.reward_kwargs = mapping(f"{key}.reward_kwargs", self.reward_kwargs)
+        self.reward_kwargs = as_mapping(f"{key}.reward_kwargs", self.reward_kwargs)
         try:
             taken_keywords(load_function(self.path, self.name), self.reward_kwargs)
         except ValueError as error:
@@ -197,7 +196,7 @@ class VlmConfig(EndpointConfig):
         self.base_url, self.model = _url(f"{key}.base_url", self.base_url), text(f"{key}.model", self.model)
         self.prompt_template = text(f"{key}.prompt_template", self.prompt_template)
         self.max_tokens = integer(f"{key}.max_tokens", self.max_tokens, low=1)
-        self.extra_body = mapping(f"{key}.extra_body", self.extra_body)
+        self.extra_body = as_mapping(f"{key}.extra_body", self.extra_body)
         for name in re.findall(r"\{(\w+)\}", self.prompt_template):
             choice(f"{{…}} in {key}.prompt_template", name, TEMPLATE_FIELDS)
         if not (isinstance(self.scale, (list, tuple)) and len(self.scale) == 2):
@@ -221,13 +220,6 @@ SCORER_TYPES: dict[str, type[ScorerConfig]] = {
     )
 }
 """``type`` of an entry → its options."""
-
-
-def mapping(key: str, value: Any) -> dict[Any, Any]:
-    """`value` as a dict; null is an empty one."""
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a mapping of keys, got {value!r}")
-    return dict(value or {})
 
 
 def _url(key: str, value: Any) -> str:

@@ -1,5 +1,6 @@
 """Fixtures that all tests share. The environment is set before anything imports vLLM, which reads it once."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -19,6 +20,16 @@ os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # logs go to pytest, and s
 
 settings.register_profile("no deadline", deadline=None)  # a loaded machine is no fault of the code
 settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _lasting_modules(request: pytest.FixtureRequest) -> None:
+    """An engine collects garbage several times while it starts: what its modules hold is left out of that."""
+    if any(item.get_closest_marker("engine") for item in request.session.items):
+        from verl_omni.workers.rollout.launch import import_engine
+
+        import_engine()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

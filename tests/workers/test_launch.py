@@ -2,12 +2,15 @@
 
 import importlib.util
 import logging
+import os
+import socket
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from verl_omni.workers.config import ConfigError
-from verl_omni.workers.rollout.launch import _REQUEST_ERRORS, drop_request_errors, engine_arguments
+from verl_omni.workers.rollout.launch import _REQUEST_ERRORS, drop_request_errors, engine_arguments, own_rendezvous
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 
 PLAN = RolloutPlan(
@@ -116,3 +119,16 @@ def test_the_installed_engine_says_it_in_these_words(name, message):
     root = Path(importlib.util.find_spec("vllm_omni").submodule_search_locations[0])
     source = root.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
     assert f'"{message}"' in source
+
+
+def test_the_port_of_a_starting_engine_is_its_own(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    with own_rendezvous(), own_rendezvous():  # of two engines that start at the same time
+        port = int(os.environ["MASTER_PORT"])
+        os.environ["RANK"] = "0"
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        assert dist.TCPStore("localhost", port, world_size=1, is_master=True).port == port
+    assert os.environ["MASTER_PORT"] == "1"
+    assert "RANK" not in os.environ

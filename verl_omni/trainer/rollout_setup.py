@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
@@ -60,10 +61,11 @@ def resolve_rollout(
 
 def _adapter(architecture: str, algorithm: str) -> tuple[type, str]:
     """The adapter class and its import path."""
-    from verl_omni.pipelines.model_base import VllmOmniPipelineBase
-
     try:
-        adapter = VllmOmniPipelineBase.get_class(architecture, algorithm)
+        with without_collecting():
+            from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+            adapter = VllmOmniPipelineBase.get_class(architecture, algorithm)
         return adapter, VllmOmniPipelineBase.get_pipeline_path(architecture, algorithm)
     except ValueError as error:
         raise ConfigError(f"actor_rollout_ref.model: {error}") from error

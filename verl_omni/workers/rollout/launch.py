@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import engine_keys
 
@@ -18,6 +21,8 @@ ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
 WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
 _DEGREES = ("num_gpus", "_parallel_size", "_degree", "_tp_size", "hsdp_shard_size", "hsdp_replicate_size")
 """How the engine's options end that tell over how many devices something is spread."""
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables by which torch.distributed finds its group; the engine's worker sets them, under `uni` in this process."""
 _REQUEST_ERRORS = {
     "vllm_omni.diffusion.inline_stage_diffusion_client": ("Diffusion request %s failed",),
     "vllm_omni.diffusion.worker.diffusion_model_runner": (
@@ -30,15 +35,22 @@ _REQUEST_ERRORS = {
 the adapter logs the traceback of what is no fault of the request."""
 
 
+def import_engine() -> Any:
+    """The class ``AsyncOmni``."""
+    with without_collecting():
+        from vllm_omni.entrypoints.async_omni import AsyncOmni
+
+    return AsyncOmni
+
+
 def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
     """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`."""
-    from vllm_omni.entrypoints.async_omni import AsyncOmni
-
+    engine = import_engine()
     drop_request_errors()
     spawning = arguments["distributed_executor_backend"] == "mp"
     context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
-    with context:
-        return AsyncOmni(model=model_path, **arguments)
+    with context, own_rendezvous():
+        return engine(model=model_path, **arguments)
 
 
 def engine_arguments(
@@ -81,6 +93,29 @@ def drop_request_errors() -> None:
         log = logging.getLogger(name)
         if not any(isinstance(present, _Drop) for present in log.filters):
             log.addFilter(_Drop(starts))
+
+
+@contextmanager
+def own_rendezvous() -> Iterator[None]:
+    """Around the start of an engine: MASTER_PORT is a port that no one else on this machine gets meanwhile.
+
+    By itself the engine takes a port that is free now and listens there seconds later, or the MASTER_PORT that an
+    earlier engine, or whoever started this process, has left in the environment; engines that start at the same time
+    then meet on one port. Here the port is bound but does not listen: the system gives it to no one, and the worker,
+    whose socket has SO_REUSEADDR like this one, can listen on it. Afterwards the environment is as it was.
+    """
+    before = {name: os.environ.pop(name, None) for name in _RENDEZVOUS}
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        os.environ["MASTER_PORT"] = str(held.getsockname()[1])
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _one_device(options: Mapping[str, Any]) -> bool:

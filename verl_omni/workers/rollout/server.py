@@ -7,6 +7,7 @@ What changes the policy waits for them; see :mod:`~verl_omni.workers.rollout.eng
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.external_lib import import_external_lib
+from verl_omni.workers.rollout.launch import import_engine
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter
@@ -73,6 +75,8 @@ class RolloutServer:
     async def start(self) -> None:
         """Load the model. Raises ConfigError for the external module, and what :meth:`RolloutEngine.start` raises."""
         settings = self._settings
+        import_engine()
+        gc.freeze()  # the engine collects garbage several times while it starts, and what is there now stays
         if settings.external_lib is not None:
             import_external_lib(settings.external_lib)
         self._started = await RolloutEngine.start(

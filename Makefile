@@ -8,6 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -qq --no-compile
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 STAMP := .venv/.installed
 TINY := .cache/tiny/qwen_image
 ROLLOUT := outputs/rollout
@@ -46,10 +47,10 @@ rollout: $(TINY)/model_index.json  ## roll out the prompts in examples/prompts/d
 	@echo "Look at $(ROLLOUT): grid.png shows the images, rollout.json tells what ran, trajectories.safetensors holds the recorded steps."
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
 
 test-fast: $(STAMP)  ## run the tests that start no engine
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not engine"
+	$(PYTEST) -m "not engine"
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check

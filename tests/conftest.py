@@ -22,6 +22,15 @@ settings.register_profile("no deadline", deadline=None)  # a loaded machine is n
 settings.load_profile("no deadline")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `make test`, which spreads groups over processes in the order of collection: files are groups, and what
+    takes longest comes first."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _lasting_modules(request: pytest.FixtureRequest) -> None:
     """An engine collects garbage several times while it starts: what its modules hold is left out of that."""

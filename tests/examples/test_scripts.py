@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from tests.docs.pages import DOCS, code_spans, table
 from tests.examples.scripts import QWEN, QWEN_LORA, SD35_LORA, TINY, run_script
 from verl_omni.trainer.diffusion.metrics_file import read_metrics
+from verl_omni.trainer.main_diffusion import main
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 QUICKSTART = DOCS / "start/quickstart.md"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -29,7 +31,6 @@ SMALL = [
     "trainer.total_training_steps=2",
     "trainer.n_gpus_per_node=1",
 ]
-STEP_WISE, REQUEST_LEVEL = "mode=step_wise max_num_seqs=256", "mode=request_level max_num_seqs=256"
 
 
 def check_that_diffusers_takes(lora: Path, model: Path) -> None:
@@ -41,29 +42,45 @@ def check_that_diffusers_takes(lora: Path, model: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
-@pytest.mark.parametrize(
-    ("script", "model", "mode", "lora"),
-    [
-        (QWEN, "tiny_qwen", STEP_WISE, False),
-        (QWEN_LORA, "tiny_qwen", STEP_WISE, True),
-        (SD35_LORA, "tiny_sd3", REQUEST_LEVEL, True),
-        (TINY, "tiny_qwen", "mode=step_wise max_num_seqs=16", True),
-    ],
-    ids=["qwen_image", "qwen_image_lora", "sd35_lora", "tiny"],
-)
-def test_two_steps_on_the_cpu(tmp_path, request, script, model, mode, lora):
-    out = tmp_path / "out"
-    path = request.getfixturevalue(model)
-    result = run_script(script, *SMALL, f"trainer.default_local_dir={out}", cwd=tmp_path, MODEL_PATH=str(path))
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert mode in result.stderr
+def check_what_was_written(out: Path, model: Path, *, lora: bool) -> None:
     found = {row["step"]: row for row in read_metrics(out)}
     assert all(math.isfinite(found[step]["reward/mean"]) for step in (1, 2))
     assert max(found) == 2
     assert (out / "global_step_2" / "lora").is_dir() == lora
     if lora:
-        check_that_diffusers_takes(out / "global_step_2" / "lora", path)
-    assert result.stderr.rstrip().endswith(f"report: {out / 'report.html'}")
+        check_that_diffusers_takes(out / "global_step_2" / "lora", model)
     for name, *_ in table(QUICKSTART, "file").rows:
         expected = code_spans(name)[0].replace("_N", "_2")
         assert (out / expected).exists() or (expected.endswith("/lora") and not lora), name
+
+
+@pytest.mark.parametrize(
+    ("script", "family", "mode", "lora"),
+    [
+        (QWEN, "tiny_qwen", "mode=step_wise max_num_seqs=256", False),
+        (QWEN_LORA, "tiny_qwen", "mode=step_wise max_num_seqs=256", True),
+        (SD35_LORA, "tiny_sd3", "mode=request_level max_num_seqs=256", True),
+    ],
+    ids=["qwen_image", "qwen_image_lora", "sd35_lora"],
+)
+def test_what_a_script_runs_trains(
+    tmp_path, request, monkeypatch, command_line, ray_session, caplog, capfd, script, family, mode, lora
+):
+    out, model = tmp_path / "out", request.getfixturevalue(family)
+    overrides = [*SMALL, f"trainer.default_local_dir={out}"]
+    arguments = command_line(script, *overrides, MODEL_PATH=str(model), OTHERS=sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 0
+    assert mode in caplog.text
+    check_what_was_written(out, model, lora=lora)
+    assert capfd.readouterr().err.rstrip().endswith(f"report: {out / 'report.html'}")
+
+
+def test_a_script_trains(tmp_path, tiny_qwen):
+    out = tmp_path / "out"
+    overrides = [*SMALL, f"trainer.default_local_dir={out}"]
+    result = run_script(TINY, *overrides, cwd=tmp_path, MODEL_PATH=str(tiny_qwen))
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "mode=step_wise max_num_seqs=16" in result.stderr
+    check_what_was_written(out, tiny_qwen, lora=True)
+    assert result.stderr.rstrip().endswith(f"report: {out / 'report.html'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,20 +248,16 @@ def test_an_adapter_with_a_scale_of_its_own_can_be_planned(minimal, tmp_path, mo
     assert "true_cfg_scale has no effect: OwnScale takes its guidance scale from guidance_scale_2" in caplog.text
 
 
-def generate(model: Path, prompts: Path, out: Path, *overrides: str) -> tuple[int, dict, dict[str, torch.Tensor]]:
-    """Run the entry point; exit status, report, tensors."""
-    command = [sys.executable, "-m", "verl_omni.trainer.main_generation"]
-    command += [f"actor_rollout_ref.model.path={model}", f"data.val_files={prompts}", f"generation.output_dir={out}"]
-    command += [
-        f"{ROLLOUT}.pipeline.{key}={value}"
-        for key, value in (("height", 64), ("width", 64), ("num_inference_steps", 4))
-    ]
-    done = subprocess.run(
-        [*command, f"{ROLLOUT}.dtype=float32", *overrides], capture_output=True, text=True, check=False
-    )
-    assert (out / "rollout.json").exists(), done.stderr
-    assert "rollout plan: mode=" in done.stderr
-    return done.returncode, json.loads((out / "rollout.json").read_text()), load_file(out / "trajectories.safetensors")
+def small(model: Path, prompts: Path, out: Path) -> list[str]:
+    """Arguments of a small run."""
+    arguments = [f"actor_rollout_ref.model.path={model}", f"data.val_files={prompts}", f"generation.output_dir={out}"]
+    sizes = (("height", 64), ("width", 64), ("num_inference_steps", 4))
+    return [*arguments, *(f"{ROLLOUT}.pipeline.{key}={value}" for key, value in sizes), f"{ROLLOUT}.dtype=float32"]
+
+
+def written(out: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Report and tensors of a run."""
+    return json.loads((out / "rollout.json").read_text()), load_file(out / "trajectories.safetensors")
 
 
 def images(out: Path) -> set[str]:
@@ -268,7 +265,7 @@ def images(out: Path) -> set[str]:
 
 
 @pytest.mark.engine
-def test_one_run_in_each_mode(tiny_qwen, tmp_path):
+def test_one_run_in_each_mode(tiny_qwen, tmp_path, monkeypatch, caplog):
     """Serial from text; step-wise from JSON lines, one of them bad; request-level, own adapter, in a worker process.
 
     Same prompts, same trajectories.
@@ -283,8 +280,12 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
     rows.write_text("\n".join(json.dumps(row) for row in [*({"prompt": prompt} for prompt in prompts), *more]))
     ids = {"0000-00", "0000-01", "0001-00", "0001-01"}
 
-    status, report, serial = generate(tiny_qwen, text, tmp_path / "serial", f"{ROLLOUT}.n=2")
-    assert (status, report["mode"], report["max_num_seqs"], report["failed"]) == (0, "serial", 1, [])
+    command = [sys.executable, "-m", "verl_omni.trainer.main_generation"]
+    command += [*small(tiny_qwen, text, tmp_path / "serial"), f"{ROLLOUT}.n=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("rollout plan: mode=serial")) == (0, 1), done.stderr
+    report, serial = written(tmp_path / "serial")
+    assert (report["mode"], report["max_num_seqs"], report["failed"]) == ("serial", 1, [])
     assert report["batch_sizes"] == {"1": 16}
     assert report["encodes"] == {"requested": 4, "computed": 2}
     assert report["peak_memory_mb"] > 0
@@ -292,10 +293,10 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
     assert [row["seed"] for row in report["samples"]] == [request_seed(42, row) for row in range(4)]
     assert serial["0000-00/latents"].shape[0] == 1 + len(serial["0000-00/log_probs"]) == 4
 
-    status, report, step_wise = generate(
-        tiny_qwen, rows, tmp_path / "step", f"{ROLLOUT}.n=2", f"{ROLLOUT}.step_execution=true"
-    )
-    assert (status, report["mode"], report["max_num_seqs"]) == (1, "step_wise", 16)
+    step = small(tiny_qwen, rows, tmp_path / "step")
+    assert main([*step, f"{ROLLOUT}.n=2", f"{ROLLOUT}.step_execution=true"]) == 1
+    report, step_wise = written(tmp_path / "step")
+    assert (report["mode"], report["max_num_seqs"]) == ("step_wise", 16)
     assert report["peak_memory_mb"] > 0
     assert [failure["id"] for failure in report["failed"]] == ["0002-00", "0002-01"]
     assert all("63" in failure["error"] for failure in report["failed"])
@@ -307,14 +308,18 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path):
     assert min(sizes) >= 4
     assert [row["seed"] for row in report["samples"]][4:] == [5, 6]
 
-    (tmp_path / "request_only_adapter.py").write_text(REQUEST_ONLY_ADAPTER)
+    (tmp_path / "request_only_run.py").write_text(REQUEST_ONLY_ADAPTER.replace("request_only", "request_only_run"))
     ours = [
-        f"{ROLLOUT}.external_lib={tmp_path / 'request_only_adapter.py'}",
-        "actor_rollout_ref.model.algorithm=request_only",
+        f"{ROLLOUT}.external_lib={tmp_path / 'request_only_run.py'}",
+        "actor_rollout_ref.model.algorithm=request_only_run",
     ]
     ours += [f"{ROLLOUT}.batching_mode=auto", f"++{ENGINE}.max_num_seqs=4", f"{ENGINE}.distributed_executor_backend=mp"]
-    status, report, request_level = generate(tiny_qwen, text, tmp_path / "request", f"{ROLLOUT}.n=2", *ours)
-    assert (status, report["mode"], report["max_num_seqs"]) == (0, "request_level", 4)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    assert main([*small(tiny_qwen, text, tmp_path / "request"), f"{ROLLOUT}.n=2", *ours]) == 0
+    report, request_level = written(tmp_path / "request")
+    assert (report["mode"], report["max_num_seqs"]) == ("request_level", 4)
+    assert [mode in caplog.text for mode in ("mode=step_wise", "mode=request_level")] == [True, True]
     assert report["batch_sizes"] == {"4": 4}
     assert report["peak_memory_mb"] > 0
 
@@ -338,8 +343,9 @@ def test_parquet_and_latents_with_sd3(tiny_sd3, tmp_path):
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "p.parquet")
     overrides = [f"{ENGINE}.max_num_seqs=2", f"{ROLLOUT}.n=2", f"{ROLLOUT}.algo.noise_level=0"]
-    status, report, tensors = generate(tiny_sd3, tmp_path / "p.parquet", tmp_path / "out", *overrides)
-    assert (status, report["mode"], report["failed"]) == (0, "request_level", [])
+    assert main([*small(tiny_sd3, tmp_path / "p.parquet", tmp_path / "out"), *overrides]) == 0
+    report, tensors = written(tmp_path / "out")
+    assert (report["mode"], report["failed"]) == ("request_level", [])
     kinds = {key.removeprefix("0000-01/") for key in tensors if key.startswith("0000-01/")}
     assert {"output_latents", "prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds"} <= kinds
     assert not {"latents", "log_probs", "timesteps"} & kinds

@@ -13,24 +13,26 @@ from pathlib import Path
 import pytest
 
 from tests.trainer import dying_reward
+from tests.trainer.machines import two_machines
 from verl_omni.testing.tiny_training import LEARNING, MODES, history, overrides
 from verl_omni.trainer.main_diffusion import main
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SHORT, LONG = 5, 30
 SETTINGS = (*LEARNING, "actor.use_kl_loss=true", "actor.kl_loss_coef=0")  # the KL is measured, and changes nothing
 BATCHED = {"qwen_image": "step_wise", "sd3": "request_level"}
 """The mode in which a model's long run is: that of its example script."""
 History = dict[int, dict[str, float]]
-only_qwen = pytest.mark.parametrize("model", ["qwen_image"], indirect=True)
+MODELS = [pytest.param(name, marks=pytest.mark.xdist_group(f"training {name}")) for name in BATCHED]
+only_qwen = pytest.mark.parametrize("model", MODELS[:1], indirect=True)
 
 
 def steps(number: int) -> str:
     return f"trainer.total_training_steps={number}"
 
 
-@pytest.fixture(scope="module", params=["qwen_image", "sd3"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request, tiny_qwen, tiny_sd3) -> Path:
     return {"qwen_image": tiny_qwen, "sd3": tiny_sd3}[request.param]
 
@@ -45,6 +47,12 @@ def histories(model, ray_session, tmp_path_factory) -> dict[str, History]:
         assert main(overrides(folder, model, *settings, *SETTINGS, steps(number))) == 0
         found[mode] = history(folder)
     return found
+
+
+def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+    """A run in a process of its own."""
+    command = [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
 
 
 def rewards(run: History) -> list[float]:
@@ -92,8 +100,7 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(histories, model,
         "trainer.max_actor_ckpt_to_keep=1",
         f"reward.custom_reward_function.path={dying_reward.__file__}",
     )
-    command = [sys.executable, "-m", "verl_omni.trainer.main_diffusion", *arguments]
-    killed = subprocess.run(command, env={**os.environ, "DIE_IN_STEP": "4"}, capture_output=True, text=True)
+    killed = run(arguments, DIE_IN_STEP="4")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert max(history(tmp_path)) == 3
     assert main(arguments) == 0
@@ -114,9 +121,11 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(histories, model,
 
 
 @only_qwen
-def test_two_processes_and_two_replicas_train_as_one_of_each(histories, model, tmp_path):
-    arguments = overrides(tmp_path, model, *MODES["step_wise"], *SETTINGS, steps(SHORT))
-    assert main([*arguments, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.replicas=2"]) == 0
+def test_two_machines_with_a_replica_each_train_as_one(histories, model, tmp_path):
+    arguments = overrides(tmp_path, model, *MODES["step_wise"], *SETTINGS, steps(SHORT), "trainer.nnodes=2")
+    with two_machines() as address:
+        done = run(arguments, RAY_ADDRESS=address)
+    assert done.returncode == 0, done.stderr[-4000:]
     together = history(tmp_path)
     assert rewards(together) == pytest.approx(rewards(histories["step_wise"])[:SHORT], abs=1e-3)
     assert together[1]["rollout/logp_gap_max"] < 1e-5

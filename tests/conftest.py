@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network fa
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.update(verl_cpu_environment())  # verl looks for its platforms when it is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing, and spinning threads starve the other tests
+os.environ.setdefault("RAY_worker_niceness", "0")  # or the tests beside a run let its processes starve
 os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # logs go to pytest, and stdout is left alone
 
 

@@ -24,12 +24,26 @@ settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `make test`, which spreads groups over processes in the order of collection: files are groups, and what
-    takes longest comes first."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """What takes longest comes first, so that no process is left with it at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """With several processes (`-n`), tests that share what is slow to start run in the same one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InGroups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if file.startswith("tests/workers/test_engine_"):
+                return "engines"
+            if file == "tests/trainer/test_training.py":
+                return "training sd3" if "[sd3]" in test else "training"
+            return file
+
+    config.option.loadscopereorder = False
+    return InGroups(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

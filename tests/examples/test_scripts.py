@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.docs.pages import DOCS, code_spans, table
 from tests.examples.scripts import QWEN, QWEN_LORA, SD35_LORA, TINY, run_script
@@ -33,7 +34,7 @@ SMALL = [
 ]
 
 
-def check_that_diffusers_takes(lora: Path, model: Path) -> None:
+def check_that_diffusers_takes_the_lora(lora: Path, model: Path) -> None:
     """As the quickstart shows it."""
     from diffusers import DiffusionPipeline
 
@@ -42,16 +43,29 @@ def check_that_diffusers_takes(lora: Path, model: Path) -> None:
     assert pipeline.get_list_adapters() == {"transformer": ["default_0"]}
 
 
+def check_that_it_is_a_part_of_a_model(transformer: Path, model: Path, whole: Path) -> None:
+    """As the quickstart shows it."""
+    from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
+
+    trained = QwenImageTransformer2DModel.from_pretrained(transformer)
+    DiffusionPipeline.from_pretrained(model, transformer=trained).save_pretrained(whole)
+    weights, expected = DiffusionPipeline.from_pretrained(whole).transformer.state_dict(), trained.state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
 def check_what_was_written(out: Path, model: Path, *, lora: bool) -> None:
     found = {row["step"]: row for row in read_metrics(out)}
     assert all(math.isfinite(found[step]["reward/mean"]) for step in (1, 2))
     assert max(found) == 2
-    assert (out / "global_step_2" / "lora").is_dir() == lora
+    trained = out / "global_step_2"
     if lora:
-        check_that_diffusers_takes(out / "global_step_2" / "lora", model)
+        check_that_diffusers_takes_the_lora(trained / "lora", model)
+    else:
+        check_that_it_is_a_part_of_a_model(trained / "transformer", model, out / "model")
+    other = "transformer" if lora else "lora"
     for name, *_ in table(QUICKSTART, "file").rows:
         expected = code_spans(name)[0].replace("_N", "_2")
-        assert (out / expected).exists() or (expected.endswith("/lora") and not lora), name
+        assert (out / expected).exists() != expected.endswith(f"/{other}"), name
 
 
 @pytest.mark.parametrize(

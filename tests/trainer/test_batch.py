@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.samples import scored
-from verl_omni.trainer.diffusion.batch import deal, make_batch
+from verl_omni.trainer.diffusion.batch import counted, deal, make_batch
 
 pytest.importorskip("verl")
 
@@ -77,3 +77,11 @@ def test_each_rank_gets_its_share_of_every_mini_batch(size, mini_batches, ranks)
     weights = dealt.batch["sample_weight"].view(ranks, mini_batches, -1)
     in_order = [reward for m in range(mini_batches) for reward in shares[:, m][weights[:, m] > 0].tolist()]
     assert in_order == list(range(size))  # mini-batch after mini-batch, as in the batch itself, and nothing else
+
+
+def test_filling_samples_are_not_counted():
+    dealt, _ = deal(batch_of([scored(f"row {i}", reward=1.0 + i) for i in range(5)]), mini_batches=2, ranks=2)
+    rewards, steps = counted(dealt, "rm_scores", "sde_steps")
+    assert len(dealt) == 8
+    assert sorted(rewards[:, 0].tolist()) == [1, 2, 3, 4, 5]
+    assert len(steps) == 5

@@ -49,6 +49,24 @@ def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path):
     assert not (checkpoints.at(3).folder / "stale").exists()
 
 
+def test_a_run_that_is_killed_while_it_replaces_a_checkpoint_still_finds_one(tmp_path: Path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    save(checkpoints, 3)
+    rename = Path.rename
+
+    def killed(self, target):
+        if self.suffix == ".part":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoints, 3)
+    assert not checkpoints.at(3).folder.exists()
+    found = checkpoints.find("auto")
+    assert found is not None and (found.actor / "weights").read_text() == "3"
+
+
 def test_only_the_newest_stay(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in (8, 9, 10):

@@ -138,6 +138,8 @@ def test_mini_batch_and_replicas_come_from_the_batch_and_the_processes():
         actor_rollout_ref__rollout__gpus_per_replica=2,
     )
     assert (config.mini_batch_size, config.replicas, config.trainer.processes) == (8, 4, 8)
+    assert config.processes_per_device == 1 + 1  # a trainer, and at most one of the engines
+    assert settings(actor_rollout_ref__rollout__colocate=False).processes_per_device == 1
 
 
 BAD = [

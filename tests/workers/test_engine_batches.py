@@ -8,7 +8,7 @@ import torch
 from tests.workers.engines import CAP, STEP_ONLY, collect, same, solo
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engines of the workers")]
+pytestmark = pytest.mark.engine
 
 
 def test_a_burst_is_one_wave_and_every_sample_is_complete(engine, run, ask):

@@ -9,7 +9,7 @@ from tests.workers.engines import LONG, collect, same, solo
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutError
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engines of the workers")]
+pytestmark = pytest.mark.engine
 
 
 def test_an_abort_ends_one_request_and_leaves_the_engine_usable(engine, run, ask, progress):

@@ -8,7 +8,7 @@ from tests.workers.policies import write_lora
 from verl_omni.pipelines import worker_extension
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engines of the workers")]
+pytestmark = pytest.mark.engine
 
 PER_FAMILY: dict[str, list[list[RolloutSample]]] = {}
 """Samples under each policy, of every engine that has run: those of one family must be equal."""

@@ -8,7 +8,7 @@ import pytest
 from tests.workers.engines import BATCHED, LONG, collect
 from verl_omni.workers.rollout.request import RolloutError
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("engines of the workers")]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BATCHED if kind.executor == "mp"], indirect=True, ids=str)

@@ -1,15 +1,23 @@
 """Policies on their way to the workers."""
 
+import asyncio
 import gc
 import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.workers.engines import SERIAL
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS
-from verl_omni.workers.rollout.staging import LoraAdapter, staged_lora, staged_weights
+from verl_omni.workers.rollout.handle import ServerDied
+from verl_omni.workers.rollout.replicas import RolloutReplicas
+from verl_omni.workers.rollout.request import RolloutError
+from verl_omni.workers.rollout.server import RolloutServer, ServerSettings
+from verl_omni.workers.rollout.staging import LoraAdapter, WeightsFile, staged_lora, staged_weights, staging_folder
+from verl_omni.workers.rollout.wire import pack
 
 
 class OnDevice(torch.Tensor):
@@ -63,3 +71,91 @@ def test_a_lora_in_memory_is_checked_as_its_folder_is():
     for config, names, message in (({"rank_pattern": {"a": 2}}, tensors, "rank_pattern"), ({}, {}, "no weights")):
         with pytest.raises(ValueError, match=message), staged_lora(LoraAdapter(config=config, tensors=names), {}):
             pass
+
+
+def test_a_file_of_weights_is_staged_as_it_is_and_stays(tmp_path):
+    weights = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    save_file(weights, tmp_path / "w.safetensors")
+    file = WeightsFile(tmp_path / "w.safetensors")
+    with staged_weights(file) as path:
+        assert path == file.path
+    assert {name: tensor.tolist() for name, tensor in file} == {name: t.tolist() for name, t in weights.items()}
+
+
+class Server:
+    """What :class:`RolloutReplicas` sees of a server. It does to a call what `fate` says, else answers its name."""
+
+    def __init__(self, calls, name, node, fate):
+        self.name, self.node = name, node
+        self._calls, self._fate = calls, fate
+
+    async def call(self, method, *arguments):
+        self._calls.append((method, self.name, *arguments))
+        if method in self._fate:
+            raise self._fate[method]
+        return f"/{self.name}"
+
+    def kill(self):
+        pass
+
+
+def sync_weights(**fates):
+    """Calls of a sync of weights to servers a and b of one node and c of another, and the error that it ended with."""
+    calls = []
+    nodes = {"a": "first", "b": "first", "c": "second"}
+    replicas = RolloutReplicas([Server(calls, name, node, fates.get(name, {})) for name, node in nodes.items()])
+    try:
+        asyncio.run(replicas.sync("weights", 7, ["reference"]))
+    except RolloutError as error:
+        return calls, error
+    return calls, None
+
+
+def test_weights_are_written_once_a_node_and_read_by_all_its_servers():
+    files = {"first": "/a", "second": "/c"}
+    calls, error = sync_weights()
+    assert calls[:2] == [("stage_weights", name, ["reference"]) for name in "ac"]
+    assert calls[2:5] == [("set_weights", name, 7, files) for name in "abc"]
+    assert calls[5:] == [("drop_weights", name, list(files.values())) for name in "abc"]
+    assert error is None
+
+
+def test_another_server_of_the_node_writes_if_the_first_dies():
+    calls, error = sync_weights(a={"stage_weights": ServerDied(None, "a died")})
+    assert [name for method, name, *_ in calls if method == "stage_weights"] == ["a", "c", "b"]
+    files = {"second": "/c", "first": "/b"}
+    assert [call for call in calls if call[0] == "set_weights"] == [("set_weights", name, 7, files) for name in "bc"]
+    assert error is None
+
+
+@pytest.mark.parametrize("method", ["stage_weights", "set_weights"])
+def test_a_sync_that_fails_leaves_no_file_and_no_server_half_told(method):
+    calls, error = sync_weights(c={method: RolloutError(None, "no room"), "drop_weights": RolloutError(None, "late")})
+    assert error is not None and "policy 7 was not taken" in str(error) and "no room" in str(error)
+    told = [name for called, name, *_ in calls if called == "set_weights"]
+    assert told == (list("abc") if method == "set_weights" else [])
+    assert [name for called, name, *_ in calls if called == "drop_weights"] == list("abc")
+
+
+def test_a_server_stages_what_is_in_the_store_and_drops_also_what_a_dead_one_left(tmp_path):
+    server = RolloutServer(ServerSettings(model_path="m", plan=SERIAL.plan, adapter="a.B"), replica=0)
+    buckets = [{"a": torch.ones(2, 3)}, {"b": torch.arange(4)}]
+    with staging_folder(0) as folder:
+        left = tmp_path / folder.name / "weights.safetensors"
+    other = tmp_path / "not_ours" / "weights.safetensors"
+    for file in (left, other):
+        file.parent.mkdir()
+
+    async def in_store(bucket):
+        return pack(bucket)
+
+    async def scenario():
+        first = Path(await server.stage_weights([in_store(buckets[0])]))
+        path = Path(await server.stage_weights([in_store(bucket) for bucket in buckets]))
+        loaded = load_file(path)
+        await server.drop_weights([str(file) for file in (path, left, other, tmp_path / "elsewhere" / "w")])
+        return first, path, loaded
+
+    first, path, loaded = asyncio.run(scenario())
+    assert all(torch.equal(loaded[name], tensor) for bucket in buckets for name, tensor in bucket.items())
+    assert not any(file.parent.exists() for file in (first, path, left)) and other.parent.exists()

@@ -126,8 +126,11 @@ def test_modules_come_as_a_list_or_as_all_linear():
 
 
 def test_engines_and_their_devices():
-    config = DiffusionRolloutConfig(replicas="2", gpus_per_replica="4", colocate="false")
+    config = DiffusionRolloutConfig(replicas="2", gpus_per_replica="4", colocate="false", start_timeout_s="90")
     assert (config.replicas, config.gpus_per_replica, config.colocate) == (2, 4, False)
+    assert config.start_timeout_s == 90.0
+    with pytest.raises(ConfigError, match=r"rollout\.start_timeout_s=0 must be a finite number above 0"):
+        DiffusionRolloutConfig(start_timeout_s=0)
     for key in ("replicas", "gpus_per_replica"):
         with pytest.raises(ConfigError, match=rf"rollout\.{key}=0 must be an integer of at least 1"):
             DiffusionRolloutConfig(**{key: 0})

@@ -67,7 +67,14 @@ def test_a_sample_arrives_with_storage_of_its_own():
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))
 def test_buckets_hold_every_tensor_once_in_order_and_not_too_much(lengths, size):
     tensors = {f"w{i}": torch.zeros(length, dtype=torch.uint8) for i, length in enumerate(lengths)}
+    names = list(tensors)
     made = list(buckets(tensors, size))
-    assert [name for bucket in made for name in bucket] == list(tensors)
+    assert [name for bucket in made for name in bucket] == names
     for bucket in made:
         assert bucket and (len(bucket) == 1 or sum(tensor.nbytes for tensor in bucket.values()) <= size)
+
+
+def test_what_is_in_a_bucket_is_held_by_no_one_else():
+    tensors = {f"w{i}": torch.zeros(2) for i in range(4)}
+    left = [list(tensors) for _ in buckets(tensors, 2 * tensors["w0"].nbytes)]
+    assert left == [["w3"], []]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl_omni.pipelines.training import DiffusionModelBase, StepKnobs
 from verl_omni.workers.config import DiffusionModelConfig, FSDPDiffusionActorConfig
@@ -100,7 +105,7 @@ def moved(path: Path, actor: Any = None, **model: Any) -> tuple[Any, dict[str, T
     rows = make_rows(path)
     engine = make_engine(path, actor, **model)
     update(engine, rows)
-    old = recorded_log_probs(engine, rows, engine.knobs(META), micro_batch_size=4)
+    old = recorded_log_probs(engine, rows, engine.knobs(META), mini_batch_size=4, micro_batch_size=4)
     offsets = torch.tensor([[0.05, -0.05], [-0.04, 5e-4], [-5e-4, 0.03], [2e-4, -0.02]])
     return engine, rows | {"old_log_probs": old + offsets}
 
@@ -116,11 +121,48 @@ def gradients(path: Path, actor: Any, model: dict[str, Any]) -> tuple[Any, ...]:
     return before, rows, metrics, engine.gradients
 
 
+def loaded(path: Path, actor: Any, model: dict[str, Any]) -> tuple[Any, ...]:
+    """What happened while a new engine was initialized; its weights and buffers; all log-probs and reference means."""
+    from verl_omni.workers.engine.fsdp_diffusion import DiffusionFSDPEngine
+    from verl_omni.workers.engine.policy_update import recorded_log_probs
+
+    events: list[str] = []
+
+    def told(cls: type, name: str, event: str) -> Any:
+        original = getattr(cls, name)
+
+        def tell(*args: Any) -> Any:
+            events.append(event)
+            return original(*args)
+
+        return patch.object(cls, name, tell)
+
+    with told(DiffusionModelBase, "load_transformer", "read"), told(DiffusionFSDPEngine, "_build_fsdp_module", "shard"):
+        engine = make_engine(path, actor, **model)
+    tensors = {}
+    for kind, module in {"policy": engine.module, "reference": engine._reference}.items():
+        for name, value in chain(module.named_parameters(), module.named_buffers()) if module is not None else ():
+            tensors[f"{kind} {name}"] = value.full_tensor() if isinstance(value, DTensor) else value
+    rows, knobs = make_rows(path), engine.knobs(META)
+    log_probs = recorded_log_probs(engine, rows, knobs, mini_batch_size=4, micro_batch_size=4)
+    return (
+        events,
+        {name: value.detach() for name, value in tensors.items()},
+        log_probs,
+        engine.reference_mean(rows, 0, knobs),
+    )
+
+
 def update_from_start(
-    path: Path, rows: dict[str, Tensor], actor: Any, size: int | None = None, calls: int = 1
+    path: Path,
+    rows: dict[str, Tensor],
+    actor: Any,
+    size: int | None = None,
+    calls: int = 1,
+    model: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """The trained weights after `calls` updates of a new policy, the metrics, and the last gradients."""
-    engine = make_engine(path, actor)
+    engine = make_engine(path, actor, **model)
     for _ in range(calls):
         metrics = update(engine, rows, size)
     return weights(engine), metrics, engine.gradients
@@ -144,7 +186,7 @@ def scores(path: Path, model: dict[str, Any]) -> tuple[Any, ...]:
     with torch.no_grad():
         policy = engine.score(rows, 1, knobs)
     reference = engine.reference_mean(rows, 1, knobs)
-    log_probs = recorded_log_probs(engine, rows, knobs, micro_batch_size=3)
+    log_probs = recorded_log_probs(engine, rows, knobs, mini_batch_size=4, micro_batch_size=3)
     return policy.mean, reference, policy.log_prob, log_probs
 
 
@@ -185,14 +227,17 @@ def write_moved_lora(path: Path, folder: Path, inputs: dict[str, Any], model: di
 
 
 def storage(path: Path) -> tuple[Any, ...]:
-    """In bfloat16: dtypes of what is stored, the timesteps that arrived, the metrics."""
+    """In bfloat16: dtypes of what is stored, the timesteps that arrived, the metrics of two mini-batches."""
+    from verl_omni.workers.engine.policy_update import recorded_log_probs
+
     fsdp = {"model_dtype": "bfloat16", "param_dtype": "bfloat16"}
-    engine = make_engine(path, actor_config(fsdp=fsdp))
+    engine = make_engine(path, actor_config(fsdp=fsdp, micro=3))
     seen: list[Tensor] = []
     base = engine.module.get_base_model()
     base.time_text_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    rows = make_rows(path)
-    metrics = update(engine, rows)
+    rows = make_rows(path, 8)
+    rows["old_log_probs"] = recorded_log_probs(engine, rows, engine.knobs(META), mini_batch_size=4, micro_batch_size=3)
+    metrics = update(engine, rows, 4)
     dtypes = {name: value.dtype for name, value in engine.module.named_parameters()}
     return dtypes, torch.cat(seen), {value.dtype for value in engine.gradients.values()}, metrics
 

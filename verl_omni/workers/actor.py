@@ -9,7 +9,6 @@ from typing import Any
 import ray
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 from verl import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -55,8 +54,9 @@ class ActorWorkerConfig:
 class DiffusionActorWorker(Worker):
     """Trains the policy. All calls go to all ranks; batches are cut into equal parts, one a rank.
 
-    Batches are described in :func:`verl_omni.trainer.diffusion.batch.make_batch`. Their ``meta_info`` holds height,
-    width, num_inference_steps, noise_level and sde_type.
+    Batches are described in :func:`verl_omni.trainer.diffusion.batch.make_batch` and ordered by ``deal`` there. Their
+    ``meta_info`` holds height, width, num_inference_steps, noise_level, sde_type, and mini_batch_size in samples over
+    all ranks.
     """
 
     def __init__(self, config: ActorWorkerConfig) -> None:
@@ -84,8 +84,9 @@ class DiffusionActorWorker(Worker):
         """``old_log_probs`` float32 [B, W]: the recorded steps' log-probs under the policy as it is now."""
         log_probs = recorded_log_probs(
             self.engine,
-            _rows(data),
+            dict(data.batch.items()),
             self.engine.knobs(data.meta_info),
+            mini_batch_size=self._mini_batch_size(data),
             micro_batch_size=self._config.log_prob_micro_batch_size,
         )
         return DataProto(batch=TensorDict({"old_log_probs": log_probs}, batch_size=[len(log_probs)]))
@@ -94,17 +95,23 @@ class DiffusionActorWorker(Worker):
     def update_actor(self, data: DataProto) -> DataProto:
         """Update the policy; see :class:`PolicyUpdate`.
 
-        `data` holds ``old_log_probs`` and ``advantages`` too, and in ``meta_info`` the ``mini_batch_size`` in samples
-        over all ranks. Returns ``meta_info["metrics"]``: floats under ``actor/``.
+        `data` holds ``old_log_probs`` and ``advantages`` too. Returns floats under ``actor/``, as
+        ``meta_info["metrics"]``.
         """
+        metrics = self._update.run(
+            dict(data.batch.items()), self.engine.knobs(data.meta_info), mini_batch_size=self._mini_batch_size(data)
+        )
+        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+
+    def _mini_batch_size(self, data: DataProto) -> int:
+        """Of this rank."""
         size, rest = divmod(data.meta_info["mini_batch_size"], self.world_size)
         if rest:
             raise ValueError(
                 f"mini_batch_size={data.meta_info['mini_batch_size']} samples cannot be spread over "
                 f"{self.world_size} ranks; pad with samples of sample_weight 0"
             )
-        metrics = self._update.run(_rows(data), self.engine.knobs(data.meta_info), mini_batch_size=size)
-        return DataProto(meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+        return size
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
@@ -127,6 +134,13 @@ class DiffusionActorWorker(Worker):
             write_lora(folder, config, tensors)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_transformer(self, folder: str) -> None:
+        """All weights for diffusers' ``from_pretrained``. Raises ValueError where a LoRA is trained."""
+        if self._config.model.lora_rank:
+            raise ValueError("a LoRA is trained, the transformer is as it was; use save_lora")
+        self.engine.save_transformer(folder)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def policy_state(self) -> PolicyState | tuple[str, list[ray.ObjectRef]] | None:
         """The policy for the rollout servers, from rank 0; None from the others. See :data:`PolicyState`.
 
@@ -147,10 +161,3 @@ class DiffusionActorWorker(Worker):
     def offload(self) -> None:
         """Leave the device to others: weights and optimizer go to host memory."""
         self.engine.to("cpu")
-
-
-def _rows(data: DataProto) -> dict[str, Tensor]:
-    """The batch's tensors, with weights if it has none."""
-    rows = dict(data.batch.items())
-    rows.setdefault("sample_weight", torch.ones(len(data)))
-    return rows

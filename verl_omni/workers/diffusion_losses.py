@@ -35,7 +35,8 @@ class DiffusionLoss(Protocol):
         Both are means over samples and steps, in which each sample counts by its `sample_weight` [B] (None: all the
         same): that is how the worker puts micro-batches together. Samples that only fill up a batch have weight 0.
         `log_prob`, `old_log_prob`, `advantages` and `rollout_is_weights` are float32 [B, W], or all [B] for one step;
-        `rollout_is_weights` multiplies each element of the loss.
+        `rollout_is_weights` multiplies each element of the loss; the worker has none. A metric with ``_max`` in its
+        name is put together by taking the largest.
         """
 
 

@@ -98,6 +98,12 @@ def deal(batch: DataProto, *, mini_batches: int, ranks: int) -> tuple[DataProto,
     return batch.select_idxs(order), size
 
 
+def counted(batch: DataProto, *names: str) -> list[Tensor]:
+    """The tensors of these names, without the samples that only fill the batch up."""
+    kept = batch.batch["sample_weight"] > 0
+    return [batch.batch[name][kept] for name in names]
+
+
 def _recorded(item: ScoredSample) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Latents [W+1, ...], log-probs [W], timesteps [W] and steps [W] of one sample's only image."""
     sample = item.sample

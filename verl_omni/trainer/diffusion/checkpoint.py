@@ -39,6 +39,11 @@ class Checkpoint:
         """PEFT folder of the LoRA, if the run trains one."""
         return self.folder / "lora"
 
+    @property
+    def transformer(self) -> Path:
+        """Diffusers folder of the transformer, if the run trains all its weights."""
+        return self.folder / "transformer"
+
 
 class Checkpoints:
     """The checkpoints below `root`, of which the newest `keep` stay (None: all)."""
@@ -72,6 +77,8 @@ class Checkpoints:
             return None
         content = tracker.read_text(encoding="utf-8").strip()
         found = self.at(int(content)) if content.isdecimal() else None
+        if found is not None and not found.folder.exists() and _before(found).exists():
+            _before(found).rename(found.folder)  # the run was killed between the two renamings
         if found is None or not found.actor.is_dir():
             raise ConfigError(
                 f"{tracker} says {content!r}, but there is no such checkpoint; write trainer.resume_mode=disable "
@@ -91,7 +98,7 @@ class Checkpoints:
         shutil.rmtree(part.folder, ignore_errors=True)
         part.folder.mkdir(parents=True)
         yield part
-        before = done.folder.with_name(f"{done.folder.name}.before")
+        before = _before(done)
         shutil.rmtree(before, ignore_errors=True)
         if done.folder.exists():
             done.folder.rename(before)
@@ -108,3 +115,8 @@ class Checkpoints:
         steps = sorted(step for step in found if step <= latest)
         for step in steps[: -self._keep] if self._keep else []:
             shutil.rmtree(self.at(step).folder, ignore_errors=True)
+
+
+def _before(checkpoint: Checkpoint) -> Path:
+    """Where a checkpoint lies while another of the same step takes its place."""
+    return checkpoint.folder.with_name(f"{checkpoint.folder.name}.before")

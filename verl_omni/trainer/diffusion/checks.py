@@ -138,10 +138,8 @@ def _check_recorded_steps(settings: TrainSettings) -> None:
 
 
 def _check_moving_window(settings: TrainSettings) -> None:
-    rollout = settings.actor_rollout_ref.rollout
-    if settings.algorithm.sde_window_schedule.type != "moving":
-        return
-    if rollout.algo.sde_window_size is None:
+    algo = settings.actor_rollout_ref.rollout.algo
+    if settings.algorithm.sde_window_schedule.type == "moving" and algo.sde_window_size is None:
         raise ConfigError(
             f"algorithm.sde_window_schedule.type=moving needs a window to move; write {ALGO}.sde_window_size=4"
         )

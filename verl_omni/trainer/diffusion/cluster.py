@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import re
 import warnings
@@ -14,11 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.platforms import verl_cpu_environment
+from verl_omni.trainer.diffusion.capacity import needs
+from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.workers.config import ConfigError
 
 if TYPE_CHECKING:
     from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
     from verl_omni.trainer.diffusion.job import TrainingJob
+    from verl_omni.trainer.diffusion.settings import TrainerConfig
     from verl_omni.workers.rollout.replicas import Placement, RolloutReplicas
 
 _PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_", "RAY_AUTH_MODE")
@@ -57,16 +60,20 @@ class Cluster:
     @classmethod
     @asynccontextmanager
     async def running(cls, job: TrainingJob) -> AsyncIterator[Cluster]:
-        """Start everything, and end it afterwards. Workers on a GPU that servers share have left it to these."""
+        """Start everything, and end it afterwards. Workers on a GPU that servers share have left it to these.
+
+        Raises :class:`ConfigError` if the Ray cluster is too small for the run, before anything is placed on it.
+        """
         import ray
 
         owns_ray = _start_ray(job)
         pool = _resource_pool(job)
         replicas: RolloutReplicas | None = None
         try:
+            _check_room(job)
             actors = await asyncio.to_thread(_start_actors, job, pool)
             if job.colocated and job.device != "cpu":  # one after the other: a device may not hold both while they load
-                await asyncio.to_thread(actors.init_model)
+                await asyncio.to_thread(_load, actors)
                 await asyncio.to_thread(actors.offload)
                 replicas = await _start_replicas(job, pool)
             else:
@@ -83,7 +90,7 @@ class Cluster:
 
 async def _load_side_by_side(actors: RayWorkerGroup, starting: Coroutine[Any, Any, RolloutReplicas]) -> RolloutReplicas:
     """Load the models of workers and servers; the first to fail ends it."""
-    loading = asyncio.create_task(asyncio.to_thread(actors.init_model))
+    loading = asyncio.create_task(asyncio.to_thread(_load, actors))
     serving = asyncio.create_task(starting)
     await asyncio.wait((loading, serving), return_when=asyncio.FIRST_EXCEPTION)
     problem = next((error for task in (loading, serving) if task.done() and (error := task.exception())), None)
@@ -96,32 +103,60 @@ async def _load_side_by_side(actors: RayWorkerGroup, starting: Coroutine[Any, An
     raise problem
 
 
-def _start_ray(job: TrainingJob) -> bool:
-    """Join the Ray that there is for this run, or start one; whether one was started.
+def _load(actors: RayWorkerGroup) -> None:
+    """Load the workers' model. Raises :class:`ConfigError` as a worker raised it: Ray would add its traceback."""
+    import ray
 
-    A run on several nodes joins the cluster of this machine, one on a single node starts a Ray of its own, unless
-    ``RAY_ADDRESS`` or ``trainer.ray_kwargs.address`` names another.
+    try:
+        actors.init_model()
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            raise error.cause from None
+        raise
+
+
+def ray_address(trainer: TrainerConfig) -> str | None:
+    """Of the Ray that a run joins; "local": one of its own; None: what ``RAY_ADDRESS`` says.
+
+    Unless the configuration or the environment names one, a run on several machines joins the cluster of this machine,
+    and one on a single machine starts its own.
     """
+    if "address" in trainer.ray_kwargs:
+        address: str | None = trainer.ray_kwargs["address"]
+        return address
+    if "RAY_ADDRESS" in os.environ:
+        return None
+    return "auto" if trainer.nnodes > 1 else "local"
+
+
+def _start_ray(job: TrainingJob) -> bool:
+    """Join the Ray that there is for this run, or start one; False: this process had joined one before."""
     import ray
 
     if ray.is_initialized():
         return False
-    trainer = job.settings.trainer
-    options = dict(trainer.ray_kwargs)
-    if "address" not in options and "RAY_ADDRESS" not in os.environ:
-        options["address"] = "auto" if trainer.nnodes > 1 else "local"
-    if options.get("address") == "local":
+    options = {"address": ray_address(job.settings.trainer), **job.settings.trainer.ray_kwargs}
+    if options["address"] == "local":
         options.setdefault("include_dashboard", False)
         if job.device == "cpu":  # each process counts as one CPU; there may be more of them than cores
-            needed = _sharers(job) * trainer.processes + job.settings.replicas
+            needed = needs(job.settings, job.device)[-1].total
             options.setdefault("num_cpus", max(os.cpu_count() or 1, needed))
-    ray.init(**{"logging_level": logging.WARNING, **options})
+    try:
+        ray.init(**{"logging_level": logging.WARNING, **options})
+    except ConnectionError as error:
+        raise ConfigError(
+            f"no Ray to join (address {options['address'] or os.environ['RAY_ADDRESS']}): {error}; start one on each "
+            "machine (ray start), or write trainer.nnodes=1 for a run on this machine alone"
+        ) from error
     return True
 
 
-def _sharers(job: TrainingJob) -> int:
-    """Processes on each device of the trainer: a training worker, and its share of the rollout servers."""
-    return 1 + math.ceil(job.settings.replicas / job.settings.trainer.processes) if job.colocated else 1
+def _check_room(job: TrainingJob) -> None:
+    import ray
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for need in needs(job.settings, job.device):
+        need.check([resources.get(need.kind, 0) for resources in machines], cluster=True)
 
 
 def _environment() -> dict[str, str]:
@@ -136,7 +171,7 @@ def _resource_pool(job: TrainingJob) -> RayResourcePool:
     return RayResourcePool(
         [trainer.n_gpus_per_node] * trainer.nnodes,
         use_gpu=job.device != "cpu",
-        max_colocate_count=_sharers(job),
+        max_colocate_count=job.settings.processes_per_device,
     )
 
 
@@ -166,7 +201,13 @@ async def _start_replicas(job: TrainingJob, pool: RayResourcePool) -> RolloutRep
         external_lib=rollout.external_lib,
         colocated=job.colocated,
     )
-    return await RolloutReplicas.start(settings, _placements(job, pool), env_vars=_environment())
+    try:
+        return await RolloutReplicas.start(
+            settings, _placements(job, pool), env_vars=_environment(), start_timeout_s=rollout.start_timeout_s
+        )
+    except TimeoutError as error:
+        key = f"{rollout.KEY}.start_timeout_s={rollout.start_timeout_s:g}"
+        raise TrainingError(f"{error}; raise {key} if it takes longer") from error
 
 
 def _placements(job: TrainingJob, pool: RayResourcePool) -> list[Placement]:
@@ -182,7 +223,7 @@ def _placements(job: TrainingJob, pool: RayResourcePool) -> list[Placement]:
     bundles = [(group, index) for group in pool.pgs or () for index in range(group.bundle_count)]
     return [
         Placement(
-            num_gpus=1 / _sharers(job) if on_gpu else 0,
+            num_gpus=1 / job.settings.processes_per_device if on_gpu else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             ),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.trainer.diffusion.capacity import needs
 from verl_omni.trainer.diffusion.checkpoint import Checkpoint, Checkpoints
 from verl_omni.trainer.diffusion.checks import check_sharing
-from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process
+from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process, ray_address
 from verl_omni.trainer.diffusion.data import PromptGroup, TrainPrompts, read_validation_prompts, training_groups
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from verl_omni.trainer.diffusion.prompt_tokens import PromptTokenizer
@@ -202,21 +202,11 @@ def _device(asked: str | None) -> str:
 
 
 def _check_gpus(settings: TrainSettings, device: str) -> None:
-    """A run with a Ray of its own must find its GPUs on this machine: Ray would wait for them without end."""
+    """A run with a Ray of its own must find its GPUs on this machine. What other clusters have, Ray tells later."""
     import torch
 
-    trainer, rollout = settings.trainer, settings.actor_rollout_ref.rollout
-    if device != "cuda" or trainer.nnodes > 1 or "address" in trainer.ray_kwargs or "RAY_ADDRESS" in os.environ:
-        return
-    own = 0 if rollout.colocate else settings.replicas * rollout.gpus_per_replica
-    needed, there = trainer.processes + own, torch.cuda.device_count()
-    if needed > there:
-        rollouts = f" and {own} for rollouts" if own else ""
-        raise ConfigError(
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} takes {trainer.processes} GPUs for training{rollouts}, "
-            f"but this machine shows {there}; write trainer.n_gpus_per_node={max(there - own, 1)}"
-            + (", or fewer actor_rollout_ref.rollout.replicas" if own else "")
-        )
+    if device == "cuda" and ray_address(settings.trainer) == "local":
+        needs(settings, device)[0].check([torch.cuda.device_count()], cluster=False)
 
 
 def _model_class(architecture: str, algorithm: str) -> type[DiffusionModelBase]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_omni.pipelines.stats import RolloutStats
 
 if TYPE_CHECKING:
-    from verl_omni.reward_loop.manager import RewardResult
+    from verl_omni.reward_loop.item import RewardResult
 
 STEP_STAGES = ("generation", "reward", "log_prob", "update", "sync")
 """What the time of a step is spent on, in the order in which it happens."""
@@ -50,9 +50,9 @@ def validation_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     return _summary("val/reward", results)
 
 
-def advantage_metrics(advantages: Tensor, sample_weight: Tensor | None = None) -> dict[str, float]:
-    """``advantage/…`` of advantages [B] or [B, W]. Samples [B] of weight 0 don't count."""
-    values = _rows(advantages, sample_weight)
+def advantage_metrics(advantages: Tensor) -> dict[str, float]:
+    """``advantage/…`` of advantages [B] or [B, W]."""
+    values = advantages.double()
     return {
         "advantage/mean": values.mean().item(),
         "advantage/abs_mean": values.abs().mean().item(),
@@ -61,18 +61,15 @@ def advantage_metrics(advantages: Tensor, sample_weight: Tensor | None = None) -
     }
 
 
-def log_prob_gap_metrics(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, sde_steps: Tensor, sample_weight: Tensor | None = None
-) -> dict[str, float]:
+def log_prob_gap_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, sde_steps: Tensor) -> dict[str, float]:
     """``rollout/logp_gap_…``: how far the trainer's log-probs [B, W] of the recorded steps lie from the rollout's.
 
-    `sde_steps` int64 [B, W] tells each step's index in the schedule. Samples [B] of weight 0 don't count.
+    `sde_steps` int64 [B, W] tells each step's index in the schedule.
     """
-    gap = (_rows(old_log_probs, sample_weight) - _rows(rollout_log_probs, sample_weight)).abs()
-    steps = _rows(sde_steps, sample_weight).long()
+    gap = (old_log_probs.double() - rollout_log_probs.double()).abs()
     metrics = {"rollout/logp_gap_mean": gap.mean().item(), "rollout/logp_gap_max": gap.max().item()}
-    for step in steps.unique().tolist():
-        metrics[f"rollout/logp_gap_step_{step}"] = gap[steps == step].mean().item()
+    for step in sde_steps.unique().tolist():
+        metrics[f"rollout/logp_gap_step_{step}"] = gap[sde_steps == step].mean().item()
     return metrics
 
 
@@ -143,11 +140,6 @@ def _summary(prefix: str, results: Sequence[RewardResult]) -> dict[str, float]:
         values = [result.parts[scorer] for result in results if scorer in result.parts]
         metrics[f"{prefix}/{scorer}/mean"] = sum(values) / len(values)
     return metrics
-
-
-def _rows(values: Tensor, sample_weight: Tensor | None) -> Tensor:
-    """The samples that count, in float64."""
-    return (values if sample_weight is None else values[sample_weight > 0]).double()
 
 
 def _std(values: Tensor) -> float:

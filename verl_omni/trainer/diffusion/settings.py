@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -256,3 +257,10 @@ class TrainSettings:
         """Rollout engines."""
         rollout = self.actor_rollout_ref.rollout
         return rollout.replicas or self.trainer.processes // rollout.gpus_per_replica
+
+    @property
+    def processes_per_device(self) -> int:
+        """On each device of the trainer: a training process, and its share of the rollout engines."""
+        if not self.actor_rollout_ref.rollout.colocate:
+            return 1
+        return 1 + math.ceil(self.replicas / self.trainer.processes)

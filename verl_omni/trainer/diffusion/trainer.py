@@ -1,7 +1,8 @@
 """The training loop of FlowGRPO.
 
-A step: prompts → rollouts, scored as they arrive → group advantages → log-probs under the policy that made them →
-update of the policy → the new policy handed to the rollout servers. Samples of step s are made by policy version s - 1.
+A step: prompts → rollouts, scored as they arrive → group advantages → one batch, dealt to the training workers →
+log-probs under the policy that made the samples → update of the policy → the new policy handed to the rollout servers.
+Samples of step s are made by policy version s - 1.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.diffusion import metrics as measures
-from verl_omni.trainer.diffusion.batch import deal, make_batch
+from verl_omni.trainer.diffusion.batch import counted, deal, make_batch
 from verl_omni.trainer.diffusion.checkpoint import Checkpoints
 from verl_omni.trainer.diffusion.collect import Sweep, collect
 from verl_omni.trainer.diffusion.data import PromptGroup, training_groups, validation_groups
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn
-from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.trainer.diffusion.errors import SkippedSteps, TrainingError
 from verl_omni.trainer.diffusion.job import TrainingJob, reward_item
 from verl_omni.trainer.diffusion.sde_window import scheduled_range
 from verl_omni.trainer.diffusion.validation_grid import validation_tiles
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from verl import DataProto
 
     from verl_omni.reward_loop.item import RewardResult
@@ -47,6 +49,7 @@ class DiffusionTrainer:
         self._log = log
         trainer = job.settings.trainer
         self._checkpoints = Checkpoints(trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep)
+        self._skipped = SkippedSteps()
 
     async def fit(self) -> None:
         """Train from where the job resumes to its last step."""
@@ -62,7 +65,9 @@ class DiffusionTrainer:
             await self._validate(0)
         for step in range(done + 1, self._job.total_steps + 1):
             last = step == self._job.total_steps
-            self._log.log(step, await self._train(step))
+            metrics = await self._train(step)
+            self._log.log(step, metrics)
+            self._skipped.see(step, metrics["actor/skipped_steps"])
             if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
                 await self._validate(step)
             if last or (trainer.save_freq > 0 and step % trainer.save_freq == 0):
@@ -79,22 +84,17 @@ class DiffusionTrainer:
             await self._make_room_for_training()
             batch = self._batch(sweep, step)
             with watch.stage("log_prob"):
-                await self._old_log_probs(batch)
-            advantages = self._advantages(batch)
-            dealt, size = deal(batch, mini_batches=self._settings.mini_batches, ranks=self._settings.trainer.processes)
-            dealt.meta_info["mini_batch_size"] = size
+                batch.batch["old_log_probs"] = await self._old_log_probs(batch)
             with watch.stage("update"):
-                updated = await asyncio.to_thread(self._actors.update_actor, dealt)
+                updated = await asyncio.to_thread(self._actors.update_actor, batch)
             with watch.stage("sync"):
                 await self._sync(step)
         watch.add("generation", sweep.generation_s)
         watch.add("reward", sweep.reward_s)
         return {
             **measures.reward_metrics([item.reward for item in sweep.samples], [item.uid for item in sweep.samples]),
-            **measures.advantage_metrics(advantages),
-            **measures.log_prob_gap_metrics(
-                batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], batch.batch["sde_steps"]
-            ),
+            **measures.advantage_metrics(*counted(batch, "advantages")),
+            **measures.log_prob_gap_metrics(*counted(batch, "old_log_probs", "rollout_log_probs", "sde_steps")),
             **updated.meta_info["metrics"],
             **measures.rollout_metrics(stats, policy_version=step - 1, failed=len(sweep.failures)),
             **measures.timing_metrics(watch, images=len(sweep.samples), devices=self._job.devices),
@@ -123,30 +123,32 @@ class DiffusionTrainer:
         return await collect({group.uid: group.requests for group in groups}, self._replicas.generate_groups, score)
 
     def _batch(self, sweep: Sweep, step: int) -> DataProto:
-        """The step's batch. Raises :class:`TrainingError` if another policy made some of it, unless allowed."""
+        """The step's batch with its advantages, dealt to the workers, once for all that they do with it.
+
+        Raises :class:`TrainingError` if another policy made some of it, unless allowed.
+        """
         versions = {item.sample.policy_version for item in sweep.samples}
         if versions != {step - 1} and not self._settings.algorithm.allow_mixed_policy_versions:
             raise TrainingError(
                 f"step {step} got samples of policy versions {sorted(versions)}, not of {step - 1} alone; "
                 "write algorithm.allow_mixed_policy_versions=true if that is meant"
             )
-        traits = self._job.model_class
+        traits, settings = self._job.model_class, self._settings
         batch = make_batch(sweep.samples, cfg_key=traits.cfg_key, default_cfg_scale=traits.default_cfg_scale)
-        batch.meta_info.update(self._job.step_knobs())
+        batch.batch["advantages"] = self._advantages(batch)
+        batch, size = deal(batch, mini_batches=settings.mini_batches, ranks=settings.trainer.processes)
+        batch.meta_info.update(self._job.step_knobs(), mini_batch_size=size)
         return batch
 
-    async def _old_log_probs(self, batch: DataProto) -> None:
-        """Add ``old_log_probs`` float32 [B, W]: recomputed, or those that the rollout recorded."""
+    async def _old_log_probs(self, batch: DataProto) -> Tensor:
+        """Float32 [B, W]: recomputed, or those that the rollout recorded."""
         if self._settings.algorithm.rollout_correction.bypass_mode:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
-            return
-        # as one mini-batch, which keeps the order
-        padded, _ = deal(batch, mini_batches=1, ranks=self._settings.trainer.processes)
-        scored = await asyncio.to_thread(self._actors.compute_log_prob, padded)
-        batch.batch["old_log_probs"] = scored.batch["old_log_probs"][: len(batch)]
+            return batch.batch["rollout_log_probs"].clone()
+        scored = await asyncio.to_thread(self._actors.compute_log_prob, batch)
+        return scored.batch["old_log_probs"]
 
-    def _advantages(self, batch: DataProto) -> Any:
-        """Add ``advantages`` float32 [B, W] and return those of the samples, [B]."""
+    def _advantages(self, batch: DataProto) -> Tensor:
+        """Float32 [B, W]."""
         algorithm = self._settings.algorithm
         estimate = get_diffusion_adv_estimator_fn(algorithm.adv_estimator)
         advantages, _ = estimate(
@@ -157,8 +159,7 @@ class DiffusionTrainer:
             global_std=algorithm.global_std,
             config=algorithm,
         )
-        batch.batch["advantages"] = advantages.expand_as(batch.batch["old_log_probs"]).clone()
-        return advantages[:, 0]
+        return advantages.expand_as(batch.batch["rollout_log_probs"]).clone()
 
     async def _sync(self, version: int) -> None:
         """Hand the policy to the rollout servers, as `version`."""
@@ -182,6 +183,8 @@ class DiffusionTrainer:
             await self._call("save_checkpoint", str(part.actor))
             if self._settings.actor_rollout_ref.model.lora_rank:
                 await self._call("save_lora", str(part.lora))
+            else:
+                await self._call("save_transformer", str(part.transformer))
         self._log.log(step, measures.timing_metrics(watch))
         logger.info("checkpoint of step %d: %s", step, self._checkpoints.at(step).folder)
 

@@ -160,7 +160,7 @@ class DiffusionRolloutConfig:
     """``actor_rollout_ref.rollout``: how images are generated."""
 
     KEY: ClassVar[str] = "actor_rollout_ref.rollout"
-    TRAINING_KEYS: ClassVar[tuple[str, ...]] = ("replicas", "gpus_per_replica", "colocate")
+    TRAINING_KEYS: ClassVar[tuple[str, ...]] = ("replicas", "gpus_per_replica", "colocate", "start_timeout_s")
     """Fields without effect in a rollout without training."""
 
     name: str = "vllm_omni"
@@ -191,6 +191,9 @@ class DiffusionRolloutConfig:
     """Devices of one engine."""
     colocate: bool = True
     """Share the devices of the training processes, asleep during updates; false: take devices of their own."""
+    start_timeout_s: float = 1800.0
+    """Seconds until all engines must be up. A large checkpoint on a slow disk takes minutes to load, from the hub
+    longer."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """``engine_kwargs.vllm_omni``: any option of the engine, and those of the plan: max_num_seqs, step_execution,
     request_batch_max_wait_ms, rows_per_forward (`PLAN_KEYS`). null: the engine's default."""
@@ -224,6 +227,7 @@ class DiffusionRolloutConfig:
         )
         self.gpus_per_replica = integer(f"{self.KEY}.gpus_per_replica", self.gpus_per_replica, low=1)
         self.colocate = flag(f"{self.KEY}.colocate", self.colocate)
+        self.start_timeout_s = number(f"{self.KEY}.start_timeout_s", self.start_timeout_s, above=0)
         self.engine_kwargs = {"vllm_omni": _engine_options(f"{self.KEY}.engine_kwargs", self.engine_kwargs)}
 
     @property

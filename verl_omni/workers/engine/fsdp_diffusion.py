@@ -15,12 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from verl.trainer.config import CheckpointConfig
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
-from verl.utils.fsdp_utils import apply_fsdp2, load_fsdp_model_to_gpu, offload_fsdp_model_to_cpu
+from verl.utils.fsdp_utils import (
+    apply_fsdp2,
+    fsdp2_load_full_state_dict,
+    load_fsdp_model_to_gpu,
+    offload_fsdp_model_to_cpu,
+)
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -28,6 +34,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl_omni.pipelines.training import DiffusionModelBase, StepKnobs, StepScore
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, FSDPDiffusionActorConfig
 from verl_omni.workers.engine.checkpoint import TrainedStateCheckpoint
+from verl_omni.workers.engine.export import write_transformer
+from verl_omni.workers.engine.loading import load_on_first_rank
 from verl_omni.workers.engine.lora import adapter_config, add_lora, is_lora_weight, lora_off, saved_name
 
 PolicyState = tuple[str, dict[str, Any], dict[str, Tensor]] | tuple[str, dict[str, Tensor]]
@@ -87,9 +95,9 @@ class DiffusionFSDPEngine(FSDPEngine):
         module = self._build_module()
         if self._is_lora:
             module = self._build_lora_module(module)
-        elif self._actor.use_kl_loss:
-            self._reference = self._build_fsdp_module(self._load(self._frozen_dtype).requires_grad_(False))
         self.module = self._build_fsdp_module(module)
+        if self._actor.use_kl_loss and not self._is_lora:  # the policy is in parts now: rank 0 never holds two models
+            self._reference = self._build_fsdp_module(self._load(self._frozen_dtype).requires_grad_(False))
         self.optimizer = self._build_optimizer(self.module)
         self.lr_scheduler = self._build_lr_scheduler(self.optimizer)
         self.checkpoint_manager = TrainedStateCheckpoint(self.module, self.optimizer, self.lr_scheduler)
@@ -122,10 +130,6 @@ class DiffusionFSDPEngine(FSDPEngine):
         else:
             raise RuntimeError("no reference was kept; set actor_rollout_ref.actor.use_kl_loss=true")
 
-    def disable_adapter(self) -> Any:
-        """The policy without its LoRA, within."""
-        return lora_off(self.module)
-
     # ---- policy
 
     @torch.no_grad()
@@ -149,10 +153,16 @@ class DiffusionFSDPEngine(FSDPEngine):
             return "lora", adapter_config(self.module, self._model.path), tensors
         return "weights", tensors
 
+    def save_transformer(self, folder: str) -> None:
+        """All weights for diffusers, written by rank 0; see :func:`write_transformer`. Called by all ranks."""
+        state = self.policy_state()
+        if state is not None:
+            write_transformer(folder, self._rules, state[-1])
+
     # ---- what FSDPEngine leaves to its subclasses
 
     def _load(self, dtype: torch.dtype) -> Any:
-        module: Any = self._rules.load_transformer(dtype)
+        module: Any = load_on_first_rank(self._rules, dtype)
         if self._model.attn_backend is not None:
             _set_attention(module, self._model.attn_backend)
         return module
@@ -177,7 +187,7 @@ class DiffusionFSDPEngine(FSDPEngine):
             raise ConfigError(f"{self._model.KEY}.target_modules={targets!r}: {error}") from error
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        """Shard each transformer block, and what is left as one. All ranks hold the same weights before."""
+        """Shard each transformer block, and what is left as one. All ranks get the weights and buffers of rank 0."""
         # Inputs are not cast: this would take the timestep to bfloat16, where 889 is 888.
         policy = MixedPrecisionPolicy(
             param_dtype=self.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -187,7 +197,11 @@ class DiffusionFSDPEngine(FSDPEngine):
             "mp_policy": policy,
             "reshard_after_forward": self.engine_config.reshard_after_forward,
         }
+        several = dist.get_world_size() > 1
+        whole = module.state_dict() if several and self.rank == 0 else {}
         apply_fsdp2(module, arguments, self.engine_config)  # blocks are the classes in the model's _no_split_modules
+        if several:
+            fsdp2_load_full_state_dict(module, whole)
         return module
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:

@@ -4,11 +4,15 @@ A mini-batch, over all ranks, is one optimizer step. It goes through the transfo
 at a time, each with a backward of its own, so that activations of one step at most are held. Each contributes by its
 share of the mini-batch's weight: the gradient is that of the mini-batch's mean, however it is cut and spread.
 
+Old log-probs are computed in the same mini-batches, as the mates of a row decide how it is rounded: with micro-batches
+of one size, nothing but the update itself moves the ratio away from 1.
+
 Legend: B rows of this rank, W recorded steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,53 +34,55 @@ Rows = Mapping[str, Tensor]
 
 
 @torch.no_grad()
-def recorded_log_probs(engine: DiffusionFSDPEngine, rows: Rows, knobs: StepKnobs, *, micro_batch_size: int) -> Tensor:
-    """Log-probs float32 [B, W] of the recorded steps under the policy, on the host."""
+def recorded_log_probs(
+    engine: DiffusionFSDPEngine, rows: Rows, knobs: StepKnobs, *, mini_batch_size: int, micro_batch_size: int
+) -> Tensor:
+    """Log-probs float32 [B, W] of the recorded steps under the policy, on the host.
+
+    `mini_batch_size` is that of the update to come, see :meth:`PolicyUpdate.run`. Raises ValueError if the rows do not
+    fill the mini-batches.
+    """
     steps = range(rows["sde_steps"].shape[1])
+    scored = []
     with engine.eval_mode():
-        scored = []
-        for micro in _split(rows, micro_batch_size):
-            on_device = _to_device(micro)
-            scored.append(torch.stack([engine.score(on_device, column, knobs).log_prob for column in steps], dim=1))
+        for mini in _mini_batches(rows, mini_batch_size):
+            for micro in _split(mini, micro_batch_size):
+                on_device = _to_device(micro)
+                scored.append(torch.stack([engine.score(on_device, column, knobs).log_prob for column in steps], dim=1))
     return torch.cat(scored).cpu()
 
 
-@dataclass(frozen=True, kw_only=True)
 class PolicyUpdate:
     """Updates of one policy."""
 
-    engine: DiffusionFSDPEngine
-    """Its engine."""
-    config: FSDPDiffusionActorConfig
-    """Loss, KL term, epochs, micro-batches."""
+    def __init__(self, *, engine: DiffusionFSDPEngine, config: FSDPDiffusionActorConfig) -> None:
+        """`config` tells loss, KL term, epochs and micro-batches. Raises ConfigError for a loss that is not there."""
+        self._engine, self._config = engine, config
+        self._policy_loss = get_diffusion_loss_fn(config.diffusion_loss.loss_mode)
 
     def run(self, rows: Rows, knobs: StepKnobs, *, mini_batch_size: int) -> dict[str, float]:
         """Go through `rows` in mini-batches of `mini_batch_size` rows of this rank, ``ppo_epochs`` times.
 
-        `rows` holds ``old_log_probs`` [B, W], ``advantages`` [B, W] or [B, 1], ``sample_weight`` [B], and may hold
-        ``rollout_is_weights`` [B, W]. Returns the same on all ranks, by names without prefix: lr; means over the
-        mini-batches of grad_norm, loss, pg_loss, kl_loss (with the KL term) and the loss's own metrics; of those with
-        ``_max`` in their names the largest. ``first_ratio_max_dev`` is that of the first mini-batch, before any update.
-        A mini-batch without weight is left out; with none left the result is empty.
+        `rows` holds ``old_log_probs`` [B, W], ``advantages`` [B, W] or [B, 1], ``sample_weight`` [B]. Returns the same
+        on all ranks, by names without prefix: lr; means over the mini-batches of grad_norm, skipped_steps, loss,
+        pg_loss, kl_loss (with the KL term) and the loss's own metrics; of those with ``_max`` in their names the
+        largest. ``first_ratio_max_dev`` is that of the first mini-batch, before any update. skipped_steps is 1 for a
+        mini-batch whose gradient is NaN or infinite: the policy stays as it was. A mini-batch without weight is left
+        out; with none left the result is empty.
 
         Raises ValueError if the rows do not fill the mini-batches.
         """
-        if len(rows["sample_weight"]) % mini_batch_size:
-            raise ValueError(
-                f"{len(rows['sample_weight'])} rows a rank do not fill mini-batches of {mini_batch_size}; "
-                "pad the batch with rows of sample_weight 0"
-            )
-        with self.engine.train_mode():
+        with self._engine.train_mode():
             found = [
                 self._mini_batch(mini, knobs)
-                for _ in range(self.config.ppo_epochs)
-                for mini in _split(rows, mini_batch_size)
+                for _ in range(self._config.ppo_epochs)
+                for mini in _mini_batches(rows, mini_batch_size)
             ]
         return _summary([metrics for metrics in found if metrics])
 
     def _mini_batch(self, rows: Rows, knobs: StepKnobs) -> dict[str, float]:
         """One optimizer step."""
-        engine, size = self.engine, self.config.ppo_micro_batch_size_per_gpu
+        engine, size = self._engine, self._config.ppo_micro_batch_size_per_gpu
         steps = rows["sde_steps"].shape[1]
         weight = rows["sample_weight"].sum().to(get_device_id())
         dist.all_reduce(weight)
@@ -98,20 +104,19 @@ class PolicyUpdate:
         lr = engine.optimizer.param_groups[0]["lr"]
         grad_norm = engine.optimizer_step()
         engine.lr_scheduler_step()
-        return {**tally.over_ranks(), "grad_norm": grad_norm, "lr": lr}
+        skipped = float(not math.isfinite(grad_norm))  # by verl's engine
+        return {**tally.over_ranks(), "grad_norm": grad_norm, "skipped_steps": skipped, "lr": lr}
 
     def _loss(self, rows: Rows, column: int, knobs: StepKnobs) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss of one recorded step of a micro-batch, and metrics without gradient."""
-        config, weight = self.config, rows["sample_weight"]
-        reference = self.engine.reference_mean(rows, column, knobs) if config.use_kl_loss else None
-        score = self.engine.score(rows, column, knobs)
-        importance = rows.get("rollout_is_weights")
-        loss, metrics = get_diffusion_loss_fn(config.diffusion_loss.loss_mode).compute_loss(
+        config, weight = self._config, rows["sample_weight"]
+        reference = self._engine.reference_mean(rows, column, knobs) if config.use_kl_loss else None
+        score = self._engine.score(rows, column, knobs)
+        loss, metrics = self._policy_loss.compute_loss(
             old_log_prob=rows["old_log_probs"][:, column],
             log_prob=score.log_prob,
             advantages=rows["advantages"].expand_as(rows["old_log_probs"])[:, column],
             config=config.diffusion_loss,
-            rollout_is_weights=None if importance is None else importance[:, column],
             sample_weight=weight,
         )
         metrics = {**metrics, "pg_loss": loss}
@@ -161,6 +166,15 @@ def _summary(found: list[dict[str, float]]) -> dict[str, float]:
 
 def _is_top(name: str) -> bool:
     return "_max" in name
+
+
+def _mini_batches(rows: Rows, size: int) -> Iterator[Rows]:
+    count = len(rows["sample_weight"])
+    if count % size:
+        raise ValueError(
+            f"{count} rows a rank do not fill mini-batches of {size}; pad the batch with rows of sample_weight 0"
+        )
+    return _split(rows, size)
 
 
 def _split(rows: Rows, size: int) -> Iterator[Rows]:

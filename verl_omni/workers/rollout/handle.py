@@ -26,8 +26,6 @@ class Placement:
     """GPUs that it counts for; a part of one where it shares it."""
     scheduling_strategy: Any = None
     """E.g. the bundle of a placement group; None: Ray's default."""
-    devices: str | None = None
-    """``CUDA_VISIBLE_DEVICES`` of the server, where it is not Ray that chooses them; `num_gpus` is 0 then."""
 
     def needs(self) -> str:
         """What it takes, and how much of that is free, in words."""
@@ -47,6 +45,8 @@ class ServerHandle:
     def __init__(self, name: str, actor: ray.actor.ActorHandle) -> None:
         self.name = name
         """Of the actor."""
+        self.node = ""
+        """Id of the node on which it runs; known from :meth:`start` on."""
         self._actor = actor
 
     @classmethod
@@ -65,7 +65,11 @@ class ServerHandle:
         if placement.scheduling_strategy is not None:
             options["scheduling_strategy"] = placement.scheduling_strategy
         remote = ray.remote(RolloutServer).options(**options).remote
-        return cls(server_name(replica), remote(settings, replica=replica, devices=placement.devices))
+        return cls(server_name(replica), remote(settings, replica=replica))
+
+    async def start(self) -> None:
+        """Load its model. Raises as :meth:`call` does."""
+        self.node = await self.call("start")
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call one of its methods. Raises ConfigError, :class:`ServerDied` or another :class:`RolloutError`."""

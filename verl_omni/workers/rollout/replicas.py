@@ -13,11 +13,12 @@ import asyncio
 import logging
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.rollout.handle import Placement, ServerDied, ServerHandle
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.server import ServerSettings
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 1800.0
-"""A large checkpoint on a slow disk takes minutes to load, from the hub longer."""
 CLOSE_GRACE_S = 30.0
 """How long `close` waits for the servers before it kills them."""
 POLICY_KINDS = ("lora", "weights")
@@ -51,7 +50,7 @@ class RolloutReplicas:
         placements: Sequence[Placement],
         *,
         env_vars: Mapping[str, str] | None = None,
-        start_timeout_s: float = START_TIMEOUT_S,
+        start_timeout_s: float = DiffusionRolloutConfig.start_timeout_s,
     ) -> RolloutReplicas:
         """Start one server a placement, side by side. Ray must be running.
 
@@ -111,27 +110,41 @@ class RolloutReplicas:
             scale: of the LoRA.
 
         Raises :class:`RolloutError` if a server did not take it: that one serves its old policy on, and the others the
-        new one.
+        new one. If weights could not be handed to a node, no server took them.
         """
-        import ray
-
         if kind not in POLICY_KINDS:
             raise ValueError(f"kind={kind!r}: use one of {', '.join(POLICY_KINDS)}")
-        call: tuple[Any, ...]
-        if kind == "lora":
-            config, tensors = payload
-            call = ("set_lora", version, dict(config), await asyncio.to_thread(_put, tensors), scale)
-        elif isinstance(payload, Sequence) and all(isinstance(item, ray.ObjectRef) for item in payload):
-            call = ("set_weights", version, list(payload))
-        else:
-            call = ("set_weights", version, await asyncio.to_thread(_put, payload))
         try:
-            await self._everywhere(*call)
+            if kind == "lora":
+                config, tensors = payload
+                await self._everywhere("set_lora", version, dict(config), await asyncio.to_thread(_put, tensors), scale)
+            else:
+                in_store = [await asyncio.to_thread(_put, payload)] if isinstance(payload, Mapping) else list(payload)
+                await self._set_weights(version, in_store)
         except ServerDied:
             raise
         except RolloutError as error:
             message = f"policy {version} was not taken, there the old one serves on: {error.message}"
             raise RolloutError(None, message) from error
+
+    async def _set_weights(self, version: int, references: list[ray.ObjectRef]) -> None:
+        """They are written once a node, into a file that all its servers read: even one copy is large."""
+        files: dict[str, str] = {}
+        try:
+            while writers := self._writers(known=files):
+                written = await self._everywhere("stage_weights", references, servers=writers)
+                files |= {server.node: written[server.name] for server in self._servers if server.name in written}
+            await self._everywhere("set_weights", version, files)
+        finally:
+            dropping = (self._servers[i].call("drop_weights", list(files.values())) for i in self._spread.load)
+            await asyncio.gather(*dropping, return_exceptions=True)
+
+    def _writers(self, *, known: Collection[str]) -> list[int]:
+        """The first living server of each node that is not `known`."""
+        first: dict[str, int] = {}
+        for i in self._spread.load:
+            first.setdefault(self._servers[i].node, i)
+        return [i for node, i in first.items() if node not in known]
 
     async def sleep(self) -> None:
         """Give the servers' device memory back. Requests fail until :meth:`wake_up`."""
@@ -208,13 +221,13 @@ class RolloutReplicas:
         for request_id in unfinished.elements():
             results.put_nowait(RolloutError(request_id, problem))
 
-    async def _everywhere(self, method: str, *arguments: Any) -> dict[str, Any]:
-        """Call all living servers; what they answer, by name. Raises :class:`RolloutError` if one fails.
+    async def _everywhere(self, method: str, *arguments: Any, servers: Collection[int] | None = None) -> dict[str, Any]:
+        """Call all living servers, or these; what they answer, by name. Raises :class:`RolloutError` if one fails.
 
         A server that dies meanwhile is left out; if none is left, :class:`ServerDied`.
         """
         self._check_usable()
-        called = list(self._spread.load)
+        called = list(self._spread.load if servers is None else servers)
         calls = (self._servers[i].call(method, *arguments) for i in called)
         answers: dict[str, Any] = {}
         failures: list[BaseException] = []
@@ -255,7 +268,7 @@ class RolloutReplicas:
     async def _come_up(self, settings: ServerSettings, placements: Sequence[Placement], timeout_s: float) -> None:
         """Wait until every server has loaded its model."""
         processes = [asyncio.create_task(server.call("alive")) for server in self._servers]
-        starts = [asyncio.create_task(server.call("start")) for server in self._servers]
+        starts = [asyncio.create_task(server.start()) for server in self._servers]
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*starts)

@@ -6,13 +6,14 @@ What changes the policy waits for them; see :mod:`~verl_omni.workers.rollout.eng
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import logging
-import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.workers.rollout.engine import RolloutEngine
@@ -20,16 +21,14 @@ from verl_omni.workers.rollout.external_lib import import_external_lib
 from verl_omni.workers.rollout.launch import import_engine
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
-from verl_omni.workers.rollout.staging import LoraAdapter
+from verl_omni.workers.rollout.staging import LoraAdapter, WeightsFile, in_thread, remove_staged, staged_weights
 from verl_omni.workers.rollout.wire import PackedTensor, pack_sample, unpack
 
 if TYPE_CHECKING:
+    import ray
     from torch import Tensor
 
     from verl_omni.pipelines.stats import RolloutStats
-
-Bucket = Mapping[str, "PackedTensor | Tensor"]
-"""Some tensors by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,28 +51,29 @@ class ServerSettings:
     """The server shares its devices with a training process: on a GPU the engine is started so that it can sleep."""
 
 
-def server_name(replica: int, node: int = 0) -> str:
-    """Name of the Ray actor."""
-    return f"vllm_omni_server_{replica}_{node}"
+def server_name(replica: int) -> str:
+    """Name of the Ray actor, in verl's form: replica, and the server's number within it."""
+    return f"vllm_omni_server_{replica}_0"
 
 
 class RolloutServer:
     """Serves one engine; made with ``ray.remote(RolloutServer)``. Call :meth:`start` before anything else."""
 
-    def __init__(self, settings: ServerSettings, *, replica: int, node: int = 0, devices: str | None = None) -> None:
-        """`devices`: ``CUDA_VISIBLE_DEVICES`` of this process; None: what Ray gave it."""
-        if devices is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    def __init__(self, settings: ServerSettings, *, replica: int) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
         self._settings = settings
-        self._name = server_name(replica, node)
+        self._name = server_name(replica)
         self._started: RolloutEngine | None = None
+        self._staged = AsyncExitStack()
 
     def __repr__(self) -> str:
         return self._name  # Ray puts it before each line that this process prints
 
-    async def start(self) -> None:
-        """Load the model. Raises ConfigError for the external module, and what :meth:`RolloutEngine.start` raises."""
+    async def start(self) -> str:
+        """Load the model; returns the id of the node, in Ray, on which it is.
+
+        Raises ConfigError for the external module, and what :meth:`RolloutEngine.start` raises.
+        """
         settings = self._settings
         import_engine()
         gc.freeze()  # the engine collects garbage several times while it starts, and what is there now stays
@@ -86,6 +86,7 @@ class RolloutServer:
             dtype=settings.dtype,
             engine_kwargs=_engine_kwargs(settings),
         )
+        return _node()
 
     async def generate_group(
         self, requests: Sequence[RolloutRequest]
@@ -99,27 +100,43 @@ class RolloutServer:
             async for result in results:
                 yield result if isinstance(result, RolloutError) else pack_sample(result)
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests as aborted. Ids that are not in flight are left alone."""
-        await self._engine.abort(request_ids)
-
     async def abort_all_requests(self) -> None:
         """End all requests in flight as aborted."""
         await self._engine.abort()
 
-    async def set_lora(self, version: int, adapter_config: Mapping[str, Any], tensors: Bucket, scale: float) -> None:
+    async def set_lora(
+        self,
+        version: int,
+        adapter_config: Mapping[str, Any],
+        tensors: Mapping[str, PackedTensor | Tensor],
+        scale: float,
+    ) -> None:
         """Make a PEFT adapter the policy's, which is called `version` then; see :meth:`RolloutEngine.load_lora`."""
         adapter = LoraAdapter(config=adapter_config, tensors=unpack(tensors))
         await self._engine.load_lora(adapter, scale=scale, version=version)
 
-    async def set_weights(self, version: int, weights: Bucket | Sequence[Any]) -> None:
+    async def stage_weights(self, references: Sequence[ray.ObjectRef]) -> str:
+        """Write weights where all servers of this node can read them; returns the file's path.
+
+        `references` are to objects in Ray's store, each some tensors by name. To be followed by :meth:`drop_weights`.
+        """
+        await self.drop_weights([])
+        buckets = await asyncio.gather(*references)
+        named = [item for bucket in buckets for item in unpack(bucket).items()]
+        return str(await self._staged.enter_async_context(in_thread(staged_weights(named))))
+
+    async def drop_weights(self, files: Sequence[str]) -> None:
+        """Remove what :meth:`stage_weights` wrote here, and `files` if they are here: who wrote them may have died."""
+        await self._staged.aclose()
+        for file in files:
+            await asyncio.to_thread(remove_staged, Path(file))
+
+    async def set_weights(self, version: int, files: Mapping[str, str]) -> None:
         """Replace all weights of the transformer; see :meth:`RolloutEngine.update_weights`.
 
-        `weights`: the tensors by name, or references to objects in Ray's store that hold some of them each.
+        `files`: node → path of the staged weights there.
         """
-        buckets = [weights] if isinstance(weights, Mapping) else [await reference for reference in weights]
-        named = [item for bucket in buckets for item in unpack(bucket).items()]
-        await self._engine.update_weights(named, version=version)
+        await self._engine.update_weights(WeightsFile(Path(files[_node()])), version=version)
 
     async def policy_version(self) -> int:
         """Version of the policy that serves."""
@@ -155,6 +172,13 @@ class RolloutServer:
         if self._started is None:
             raise RolloutError(None, "the server has no engine; call start() first")
         return self._started
+
+
+def _node() -> str:
+    import ray
+
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def _engine_kwargs(settings: ServerSettings) -> dict[str, Any]:

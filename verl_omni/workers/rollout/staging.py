@@ -1,4 +1,7 @@
-"""Hands a policy to the engine's workers as files in shared memory: they may live in other processes."""
+"""Hands a policy to the engine's workers as files in shared memory: they may live in other processes.
+
+What is in such a file is in memory once, however many processes of the machine map it.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
+_PREFIX = "verl_omni_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +39,33 @@ class LoraAdapter:
 def staging_folder(size: int) -> Iterator[Path]:
     """A folder with room for `size` bytes, in shared memory if that has it, and gone afterwards."""
     roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > size
-    with tempfile.TemporaryDirectory(prefix="verl_omni_", dir=SHARED_MEMORY if roomy else None) as folder:
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=SHARED_MEMORY if roomy else None) as folder:
         yield Path(folder)
+
+
+@dataclass(frozen=True)
+class WeightsFile:
+    """The named tensors of a safetensors file, for whoever takes them one by one. Nothing is read before."""
+
+    path: Path
+    """Of the file."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
 
 
 @contextmanager
 def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-    """The tensors as one safetensors file."""
+    """The tensors as one safetensors file; a :class:`WeightsFile` is that already, and stays."""
     from safetensors.torch import save_file
 
+    if isinstance(named_tensors, WeightsFile):
+        yield named_tensors.path
+        return
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     # One by one, so that a generator which gathers each from a sharded model never holds two on the device.
@@ -57,7 +79,14 @@ def staged_weights(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Ten
     with staging_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
         path = folder / "weights.safetensors"
         save_file(tensors, path)
+        tensors.clear()  # the file is the copy that is left while it is read
         yield path
+
+
+def remove_staged(file: Path) -> None:
+    """Remove the folder of a staged file whose process died before it could. Anything else is left alone."""
+    if file.parent.name.startswith(_PREFIX):
+        shutil.rmtree(file.parent, ignore_errors=True)
 
 
 @contextmanager

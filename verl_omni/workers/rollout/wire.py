@@ -45,14 +45,20 @@ def unpack(packed: Mapping[str, PackedTensor | Tensor]) -> dict[str, Tensor]:
     return {name: _unpack(item) for name, item in packed.items()}
 
 
-def buckets(tensors: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """`tensors` in order, in groups of at most `size` bytes; a larger one is a group of its own."""
+def buckets(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """`tensors` in order, in groups of at most `size` bytes; a larger one is a group of its own.
+
+    They are taken out of `tensors`: who sends each group before the next never holds all of them twice.
+    """
     bucket: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if bucket and sum(other.nbytes for other in bucket.values()) + tensor.nbytes > size:
+    filled = 0
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        if bucket and filled + tensor.nbytes > size:
             yield bucket
-            bucket = {}
+            bucket, filled = {}, 0
         bucket[name] = tensor
+        filled += tensor.nbytes
     if bucket:
         yield bucket
 

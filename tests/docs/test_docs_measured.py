@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import BATCHING, ROOT, block, commands
+from tests.docs.pages import BATCHING, DOCS, ROOT, block, commands
 
 MODELS = {"qwen_image": "Qwen-Image", "sd3": "SD3.5"}
 
@@ -23,6 +24,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 CPU = record("cpu_modes.json")
+CPU_TRAINING, GPU_TRAINING = record("cpu_training.json"), record("gpu_training.json")
 GPU = [record(f"gpu_{family}.json") for family in MODELS]
 
 
@@ -99,3 +101,52 @@ def test_the_commands_are_those_that_made_the_records():
     shown = [" ".join(command) for command in commands(block(BATCHING, "bash", "benchmarks/run_gpu.py"))]
     assert shown == ["make bench", *(measured["command"] for measured in GPU)]
     assert "benchmarks/run_cpu.py" in CPU["command"]
+
+
+def cpu_training_table() -> str:
+    head = ("model", "run", "gain", "first ratio − 1", "first |Δ log p|", "modes apart, first 5 steps")
+    rows = [
+        (
+            f"tiny {MODELS[family]}",
+            name,
+            f"{run['gain_in_standard_errors']:.1f}",
+            f"{run['first_ratio_max_dev']:.1g}",
+            f"{run['first_logp_gap_max']:.1g}",
+            "" if "lr 0" in name else f"{measured['modes_apart_in_first_steps']:.1g}",
+        )
+        for family, measured in CPU_TRAINING["models"].items()
+        for name, run in measured["runs"].items()
+    ]
+    return markdown(head, *rows)
+
+
+def gpu_training_table() -> str:
+    later = GPU_TRAINING["steps"][1:]
+    stages = ("generation", "log_prob", "update", "sync", "step")
+    seconds = (f"{statistics.mean(step[f'{stage}_s'] for step in later):.2f} s" for stage in stages)
+    gap = max(step["logp_gap_max"] for step in later)
+    return markdown(
+        (*stages[:-1], "whole step", "first ratio − 1", "largest |Δ log p|", "memory"),
+        (
+            *seconds,
+            f"{max(step['first_ratio_max_dev'] for step in later):g}",
+            f"{gap:.1g}",
+            f"{GPU_TRAINING['peak_memory_mib'] / 1024:.1f} GiB",
+        ),
+    )
+
+
+@pytest.mark.parametrize("expected", [cpu_training_table(), gpu_training_table()], ids=["cpu", "gpu"])
+def test_the_page_on_training_shows_the_records(expected: str):
+    page = DOCS / "start/flowgrpo.md"
+    if expected not in page.read_text():
+        pytest.fail(f"paste into {page.name}, What was measured:\n{expected}", pytrace=False)
+
+
+def test_the_measured_training_learns_alike_in_each_mode():
+    for measured in CPU_TRAINING["models"].values():
+        assert measured["modes_apart_in_first_steps"] < 1e-3
+        for name, run in measured["runs"].items():
+            assert len(run["reward"]) == 30
+            assert run["first_ratio_max_dev"] < 1e-5 and run["first_logp_gap_max"] < 1e-5
+            assert (run["gain_in_standard_errors"] > 3) == ("lr 0" not in name)

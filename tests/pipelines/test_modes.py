@@ -28,6 +28,7 @@ def group(cfg_key):
             height=64,
             width=64,
             num_inference_steps=10,
+            max_sequence_length=128,
             sde_window_size=2,
             sde_window_range=(0, 5),
             seed=100 * p + k,

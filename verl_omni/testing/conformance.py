@@ -58,6 +58,8 @@ CHECKS = (
 )
 ATOL = 1e-5
 """Float32 on a CPU: a different batch shape moves a log-prob by less than 1e-6."""
+TEXT_LENGTH = 128
+"""``max_sequence_length`` of the requests, where the model takes as much: enough for them, and quick."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ def run_conformance(
     name = f"{cls.__module__}.{cls.__qualname__}"
     report = ConformanceReport(adapter=name)
     solo: dict[str, Any] = {}
-    requests = workload(cls.cfg_key, size)
+    requests = workload(cls.cfg_key, size, min(cls.text_limit, TEXT_LENGTH))
     for mode in modes if modes is not None else AdapterCapabilities.of(cls).modes:
         with AdapterEngine(cls, model, mode) as engine:
             # One request at a time is alone in any mode; the first mode's results are what the others must give too.

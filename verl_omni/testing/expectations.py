@@ -12,7 +12,7 @@ from verl_omni.testing.harness import AdapterEngine
 from verl_omni.workers.rollout.request import RolloutRequest
 
 
-def workload(cfg_key: str, size: int) -> list[RolloutRequest]:
+def workload(cfg_key: str, size: int, text_length: int) -> list[RolloutRequest]:
     """Requests that differ in all that a batch may mix."""
     texts = ["a red circle", "a blue square on a black background with the words rollout and trajectory in it", "hello"]
     wide = size + size // 2
@@ -23,7 +23,7 @@ def workload(cfg_key: str, size: int) -> list[RolloutRequest]:
         dict(num_inference_steps=3, negative_prompt="blurry", **{cfg_key: 1.0}),
         dict(num_inference_steps=8, sde_window_size=3, sde_window_range=(2, 7), sde_type="cps"),
         dict(num_inference_steps=1),
-        dict(num_outputs_per_prompt=2, negative_prompt="a long list of things to keep out of it", **{cfg_key: 6.0}),
+        dict(num_outputs_per_prompt=2, negative_prompt="a long list of things to keep out of it", **{cfg_key: 5.0}),
         dict(num_outputs_per_prompt=3, sde_type="cps", sde_window_size=2, sde_window_range=(0, 5)),
         dict(noise_level=0.0),
         dict(logprobs=False),
@@ -32,7 +32,7 @@ def workload(cfg_key: str, size: int) -> list[RolloutRequest]:
         dict(width=wide, height=wide, negative_prompt="blurry", **{cfg_key: 4.0}, num_inference_steps=4),
         dict(output_type="latent"),
     ]
-    base: dict[str, Any] = dict(height=size, width=size, num_inference_steps=6)
+    base: dict[str, Any] = dict(height=size, width=size, num_inference_steps=6, max_sequence_length=text_length)
     return [
         RolloutRequest(request_id=f"r{i}", **{**base, "prompt": texts[i % 3], "seed": 1000 + i, **knobs})
         for i, knobs in enumerate(own)

@@ -4,8 +4,8 @@
 
 All keys, with defaults and what they mean, are in ``config/diffusion_trainer.yaml`` beside this file and in
 ``docs/reference/config.md``; ``--cfg job --resolve`` shows those of a run. Exit status: 0 when the run finished, 1 when
-it failed, 2 for a configuration that can't be, 130 after Ctrl-C. What can't be is found before Ray starts and before any model is
-loaded; only whether a cluster is large enough shows when the run has joined it.
+it failed, 2 for a configuration that can't be, 130 after Ctrl-C. What can't be is found before Ray starts and any model
+is loaded; only whether a cluster is large enough shows when the run has joined it.
 """
 
 from __future__ import annotations

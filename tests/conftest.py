@@ -28,6 +28,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What modules hold stays, and is left out from now on: an engine collects garbage several times as it starts."""
+    if any(item.get_closest_marker("engine") for item in session.items) and not session.config.option.collectonly:
+        from verl_omni.workers.rollout.launch import import_engine
+
+        import_engine()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """With several processes (`-n`), tests that share what is slow to start run in the same one."""
@@ -44,16 +58,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     config.option.loadscopereorder = False
     return InGroups(config, log)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _lasting_modules(request: pytest.FixtureRequest) -> None:
-    """An engine collects garbage several times while it starts: what its modules hold is left out of that."""
-    if any(item.get_closest_marker("engine") for item in request.session.items):
-        from verl_omni.workers.rollout.launch import import_engine
-
-        import_engine()
-        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -104,7 +104,7 @@ def test_the_commands_are_those_that_made_the_records():
 
 
 def cpu_training_table() -> str:
-    head = ("model", "run", "gain", "first ratio − 1", "first |Δ log p|", "modes apart, first 5 steps")
+    head = ("model", "run", "gain", "first ratio − 1", "first Δ log p", "modes apart, first 5 steps")
     rows = [
         (
             f"tiny {MODELS[family]}",
@@ -126,7 +126,7 @@ def gpu_training_table() -> str:
     seconds = (f"{statistics.mean(step[f'{stage}_s'] for step in later):.2f} s" for stage in stages)
     gap = max(step["logp_gap_max"] for step in later)
     return markdown(
-        (*stages[:-1], "whole step", "first ratio − 1", "largest |Δ log p|", "memory"),
+        (*stages[:-1], "whole step", "first ratio − 1", "largest Δ log p", "memory"),
         (
             *seconds,
             f"{max(step['first_ratio_max_dev'] for step in later):g}",

@@ -70,3 +70,15 @@ def test_all_settings_can_be_shown(tmp_path, tiny_qwen):
     assert result.returncode == 0, result.stderr
     assert "max_num_seqs: 16" in result.stdout and "total_training_steps: 30" in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_table_of_changes_says_can_be_set(settings, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward.py").write_text("def compute_score(image):\n    return 0\n")
+    rows = table(PAGE, "to have").rows
+    assert len(rows) >= 6
+    for _, before, after in rows:
+        env = dict(span.split("=", 1) for span in code_spans(before))
+        made = settings(TINY, *(word for span in code_spans(after) for word in shlex.split(span)), **env)
+        if "custom_reward_function" in after:
+            assert list(made.reward.named_scorers()) == ["custom"]

@@ -22,7 +22,6 @@ ENGINES = {
     "qwen_image-uni-step_wise": dict(family="qwen_image", executor="uni", step_execution=True, max_num_seqs=4),
     "qwen_image-uni-request_level": dict(family="qwen_image", executor="uni", step_execution=False, max_num_seqs=4),
     "qwen_image-mp-step_wise": dict(family="qwen_image", executor="mp", step_execution=True, max_num_seqs=4),
-    "qwen_image-mp-request_level": dict(family="qwen_image", executor="mp", step_execution=False, max_num_seqs=4),
     "sd3-uni-serial": dict(family="sd3", executor="uni", step_execution=False, max_num_seqs=1),
 }
 

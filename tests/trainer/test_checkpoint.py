@@ -1,11 +1,13 @@
 """Checkpoint folders are complete or not there."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from verl_omni.trainer.diffusion.checkpoint import TRACKER, Checkpoints
-from verl_omni.workers.config import ConfigError
+from verl_omni.trainer.folders import locked
+from verl_omni.workers.config import ConfigError, DiffusionModelConfig
 
 
 def save(checkpoints: Checkpoints, step: int) -> None:
@@ -99,3 +101,63 @@ def test_a_run_that_begins_anew_does_not_go_on_from_an_older_one(tmp_path: Path)
     checkpoints.start_anew()
     assert checkpoints.find("auto") is None
     assert checkpoints.at(5).folder.is_dir()  # whoever wants it may still name it
+
+
+@pytest.mark.parametrize(
+    ("made", "now", "message"),
+    [
+        ({"r": 8, "lora_alpha": 16}, {"lora_rank": 8, "lora_alpha": 16}, None),
+        ({"r": 8, "lora_alpha": 16}, {"lora_rank": 16, "lora_alpha": 16}, "model.lora_rank=8 .*model.lora_alpha=16"),
+        ({"r": 8, "lora_alpha": 16}, {"lora_rank": 8, "lora_alpha": 8}, "model.lora_alpha=16"),
+        ({"r": 8, "lora_alpha": 16}, {"lora_rank": 0}, "model.lora_rank=8"),
+        (None, {"lora_rank": 0}, None),
+        (None, {"lora_rank": 8}, "was made with actor_rollout_ref.model.lora_rank=0; write that"),
+    ],
+)
+def test_what_a_checkpoint_trains_has_to_be_what_the_run_trains(tmp_path: Path, made, now, message):
+    checkpoints = Checkpoints(tmp_path)
+    with checkpoints.writing(3) as part:
+        part.actor.mkdir()
+        if made is not None:
+            part.lora.mkdir()
+            (part.lora / "adapter_config.json").write_text(json.dumps(made))
+    found = checkpoints.find("auto")
+    assert found is not None
+    model = DiffusionModelConfig(path="model", **now)
+    if message is None:
+        found.check_trains(model)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            found.check_trains(model)
+
+
+def test_a_run_that_begins_anew_names_the_checkpoints_that_stay(tmp_path: Path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.start_anew()
+    assert not caplog.records
+    save(checkpoints, 3)
+    checkpoints.start_anew()
+    assert "holds global_step_3 of an earlier run, which stay there" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"9" * 5000, b"three"])
+def test_a_tracker_that_is_no_number_is_an_error(tmp_path: Path, content):
+    (tmp_path / TRACKER).write_bytes(content)
+    with pytest.raises(ConfigError, match="there is no such checkpoint"):
+        Checkpoints(tmp_path).find("auto")
+
+
+def test_a_folder_is_locked_while_a_run_has_it(tmp_path: Path):
+    folder = tmp_path / "new" / "run"
+    message = r"trainer.default_local_dir: another run is writing into .*new/run"
+    with (
+        locked(folder, key="trainer.default_local_dir"),
+        pytest.raises(ConfigError, match=message),
+        locked(folder, key="trainer.default_local_dir"),
+    ):
+        pass
+    with locked(folder, key="trainer.default_local_dir"):
+        pass
+    with locked(folder, key="trainer.default_local_dir"):
+        pass
+    assert list(folder.iterdir()) == []

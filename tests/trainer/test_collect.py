@@ -64,7 +64,8 @@ async def test_what_fails_is_left_out_and_told(caplog):
     sweep = await collect(GROUPS, generating(*arrived), score)
     assert [item.sample.request_id for item in sweep.samples] == ["p0-1", "p1-1"]
     assert len(sweep.failures) == 2
-    assert "prompt too long" in caplog.text and "no such text" in caplog.text
+    assert "2 of 4 left out; the first: request 'p0-0': prompt too long" in caplog.text
+    assert "no such text" in sweep.failures[1]
 
 
 async def test_when_most_fails_the_sweep_does():

@@ -117,6 +117,22 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(histories, model,
         ):
             assert resumed[k][name] == pytest.approx(whole[k][name], rel=1e-3, abs=1e-6), (k, name)
     assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [f"global_step_{SHORT}"]
+    assert main(arguments) == 0
+    assert f"all {SHORT} steps are done" in caplog.text
+    assert history(tmp_path) == resumed
+
+
+@only_qwen
+def test_a_run_that_cannot_start_leaves_what_was_there(model, ray_session, tmp_path, capfd):
+    for file in ("metrics.jsonl", "run.json", "latest_checkpointed_iteration.txt", "global_step_1/lora/weights"):
+        path = tmp_path / "run" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file)
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = overrides(tmp_path, model, *SETTINGS, "trainer.resume_mode=disable", "trainer.n_gpus_per_node=16")
+    assert main(arguments) == 2
+    assert "trainer.n_gpus_per_node" in capfd.readouterr().err
+    assert {path: path.read_text() for path in before} == before
 
 
 @only_qwen

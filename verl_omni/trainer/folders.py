@@ -1,10 +1,12 @@
-"""Whether a run will be able to write what it makes."""
+"""The folders that runs write into."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl_omni.workers.config import ConfigError
@@ -30,3 +32,22 @@ def check_writable(folder: Path, *, key: str, blocked: Sequence[Path] = ()) -> N
         for path in missing:
             with contextlib.suppress(OSError):
                 path.rmdir()
+
+
+@contextlib.contextmanager
+def locked(folder: Path, *, key: str) -> Iterator[None]:
+    """Keep `folder`, which is made if missing, to this process while the block runs.
+
+    Raises :class:`ConfigError` while another process has it; `key` says in the message where the folder comes from. The
+    lock ends with the process, however it ends, and leaves no file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{key}: another run is writing into {folder}; wait for it, or give another") from None
+        yield
+    finally:
+        os.close(handle)

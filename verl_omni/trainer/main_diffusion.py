@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("%s", error)
         return 1
     except KeyboardInterrupt:
-        log.error("interrupted; the same command goes on from the last checkpoint")
+        log.error(
+            "interrupted; with trainer.resume_mode=auto the same command goes on from the last checkpoint there is"
+        )
         return 130
     return 0
 

@@ -79,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompts = list({row.prompt: row for row in read_prompts([args.input], key="--input")}.values())
         test_size = round(len(prompts) * args.test_fraction) if args.test_size is None else args.test_size
         if not 0 < test_size < len(prompts):
+            given = f"--test_fraction={args.test_fraction:g}" if args.test_size is None else f"--test_size={test_size}"
+            most = len(prompts) - 1
             raise ConfigError(
-                f"{test_size} of {len(prompts)} prompts for the test leave none for one of the sets; "
-                f"write --test_size from 1 to {len(prompts) - 1}"
+                f"{given} takes {test_size} of {len(prompts)} prompts for the test set, but the test and the training "
+                f"set need at least one each; write {f'--test_size from 1 to {most}' if most else 'more prompts'}"
             )
         train, test = split_prompts(prompts, test_size=test_size, seed=args.seed)
         sets = {

@@ -6,6 +6,8 @@ for it, names a step only after that. A run that is killed at any moment finds i
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 import shutil
@@ -14,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config import ConfigError, DiffusionModelConfig
+
+logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"global_step_(\d+)")
@@ -43,6 +47,20 @@ class Checkpoint:
     def transformer(self) -> Path:
         """Diffusers folder of the transformer, if the run trains all its weights."""
         return self.folder / "transformer"
+
+    def check_trains(self, model: DiffusionModelConfig) -> None:
+        """Raises :class:`ConfigError` where the checkpoint trains something else than `model` says."""
+        config = self.lora / "adapter_config.json"
+        made = {"lora_rank": 0}
+        if config.is_file():
+            adapter = json.loads(config.read_text(encoding="utf-8"))
+            made = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+        if any(getattr(model, key) != value for key, value in made.items()):
+            instead = " ".join(f"{model.KEY}.{key}={value}" for key, value in made.items())
+            raise ConfigError(
+                f"{self.folder} was made with {instead}; write that to go on with it, or another "
+                "trainer.default_local_dir, or trainer.resume_mode=disable"
+            )
 
 
 class Checkpoints:
@@ -75,8 +93,8 @@ class Checkpoints:
         tracker = self._root / TRACKER
         if not tracker.is_file():
             return None
-        content = tracker.read_text(encoding="utf-8").strip()
-        found = self.at(int(content)) if content.isdecimal() else None
+        content = tracker.read_text(encoding="utf-8", errors="replace").strip()[:80]
+        found = self.at(int(content)) if content.isdecimal() and len(content) < 10 else None
         if found is not None and not found.folder.exists() and _before(found).exists():
             _before(found).rename(found.folder)  # the run was killed between the two renamings
         if found is None or not found.actor.is_dir():
@@ -87,8 +105,15 @@ class Checkpoints:
         return found
 
     def start_anew(self) -> None:
-        """No checkpoint that is there now is one of the run that begins: "auto" finds none until it saves."""
+        """No checkpoint that is there now is one of the run that begins: "auto" finds none until it saves.
+
+        They stay, and are told in a warning.
+        """
         (self._root / TRACKER).unlink(missing_ok=True)
+        old = sorted(self._steps())
+        if old:
+            names = ", ".join(f"global_step_{step}" for step in old)
+            logger.warning("%s holds %s of an earlier run, which stay there", self._root, names)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Checkpoint]:
@@ -111,10 +136,14 @@ class Checkpoints:
 
     def _prune(self, latest: int) -> None:
         """Those of later steps than `latest` are of another run, from before this one began anew or further back."""
-        found = (int(match[1]) for path in self._root.iterdir() if (match := _FOLDER.fullmatch(path.name)))
-        steps = sorted(step for step in found if step <= latest)
+        steps = sorted(step for step in self._steps() if step <= latest)
         for step in steps[: -self._keep] if self._keep else []:
             shutil.rmtree(self.at(step).folder, ignore_errors=True)
+
+    def _steps(self) -> Iterator[int]:
+        """Of all checkpoints that are there."""
+        paths = self._root.iterdir() if self._root.is_dir() else ()
+        return (int(match[1]) for path in paths if (match := _FOLDER.fullmatch(path.name)))
 
 
 def _before(checkpoint: Checkpoint) -> Path:

@@ -129,7 +129,7 @@ def _check_recorded_steps(settings: TrainSettings) -> None:
         if algo.sde_window_range is not None:
             instead += f" {ALGO}.sde_window_range=null"
     else:
-        instead = f"{ALGO}.sde_window_range=[{min(lo, noisy - size)}, {noisy}]"
+        instead = f"{ALGO}.sde_window_range=[{min(lo, noisy - size)},{noisy}]"
     raise ConfigError(
         f"{ALGO}: a window in [{lo}, {end}) does not fit into {ROLLOUT}.pipeline.num_inference_steps={steps}"
         + (", of which cps draws no noise in the last" if noisy < steps else "")

@@ -76,8 +76,8 @@ async def collect(groups: Mapping[str, Sequence[RolloutRequest]], generate: Gene
             scored[request_id] = ScoredSample(
                 uid=group_of[request_id], request=requests[request_id], sample=sample, reward=reward
             )
-    for failure in failures:
-        logger.error("left out: %s", failure)
+    if failures:
+        logger.error("%d of %d left out; the first: %s", len(failures), len(requests), failures[0])
     if len(failures) > MAX_FAILED * len(requests):
         raise TrainingError(f"{len(failures)} of {len(requests)} requests failed; the first: {failures[0]}")
     return Sweep(

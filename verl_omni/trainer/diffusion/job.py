@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ from verl_omni.trainer.diffusion.checks import check_sharing
 from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process, ray_address
 from verl_omni.trainer.diffusion.data import PromptGroup, TrainPrompts, read_validation_prompts, training_groups
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
+from verl_omni.trainer.diffusion.errors import TrainingError
 from verl_omni.trainer.diffusion.prompt_tokens import PromptTokenizer
 from verl_omni.trainer.diffusion.settings import TrainSettings
-from verl_omni.trainer.folders import check_writable
+from verl_omni.trainer.folders import check_writable, locked
 from verl_omni.trainer.prompts import PromptRow
 from verl_omni.trainer.rollout_setup import RolloutSetup, resolve_rollout
 from verl_omni.workers.config import ConfigError
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from verl_omni.reward_loop.item import RewardItem
     from verl_omni.workers.actor import ActorWorkerConfig
     from verl_omni.workers.config.reward import RewardConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,8 @@ class TrainingJob:
         prompts, validation = TrainPrompts.read(settings.data), read_validation_prompts(settings.data)
         _check_targets(settings.reward, [*prompts.rows, *validation])
         resume = Checkpoints(trainer.default_local_dir).find(trainer.resume_mode)
+        if resume is not None:
+            resume.check_trains(model)
         check_writable(
             Path(trainer.default_local_dir).absolute(), key=f"trainer.default_local_dir={trainer.default_local_dir!r}"
         )
@@ -87,34 +93,51 @@ class TrainingJob:
     async def run(self) -> None:
         """Train, and leave checkpoints, metrics and the report in ``trainer.default_local_dir``.
 
-        Raises what the engines raise at their start, and :class:`TrainingError` later.
+        What an earlier run left there is untouched until everything is up. Raises :class:`ConfigError` while another
+        run has the folder, what the engines raise at their start, and :class:`TrainingError` later.
         """
+        if self.resume is not None and self.resume.step >= self.total_steps:
+            done, folder = self.total_steps, self.resume.folder
+            logger.info("all %d steps are done, see %s; to go on, raise trainer.total_training_steps", done, folder)
+            return
+        with locked(Path(self.settings.trainer.default_local_dir).absolute(), key="trainer.default_local_dir"):
+            await self._run()
+
+    async def _run(self) -> None:
+        from ray.exceptions import RayActorError
+
         from verl_omni.reward_loop.manager import RewardManager
         from verl_omni.trainer.diffusion.run_log import RunLog
         from verl_omni.trainer.diffusion.trainer import DiffusionTrainer
+        from verl_omni.workers.rollout.handle import ServerDied
 
         trainer = self.settings.trainer
-        log = RunLog(
-            trainer.default_local_dir,
-            project_name=trainer.project_name,
-            experiment_name=trainer.experiment_name,
-            logger=trainer.logger,
-            config=asdict(self.settings),
-            total_steps=self.total_steps,
-            resume_step=None if self.resume is None else self.resume.step,
-        )
-        if self.resume is None:
-            Checkpoints(trainer.default_local_dir).start_anew()
-        status = "failed"
-        try:
-            async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
+        async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
+            if self.resume is None:
+                Checkpoints(trainer.default_local_dir).start_anew()
+            log = RunLog(
+                trainer.default_local_dir,
+                project_name=trainer.project_name,
+                experiment_name=trainer.experiment_name,
+                logger=trainer.logger,
+                config=asdict(self.settings),
+                total_steps=self.total_steps,
+                resume_step=None if self.resume is None else self.resume.step,
+            )
+            status = "failed"
+            try:
                 await DiffusionTrainer(self, cluster, rewards, log).fit()
-            status = "finished"
-        except (asyncio.CancelledError, KeyboardInterrupt):
-            status = "interrupted"
-            raise
-        finally:
-            log.close(status)
+                status = "finished"
+            except (RayActorError, ServerDied) as error:
+                raise TrainingError(
+                    f"a process of the run died: {error}; with trainer.resume_mode=auto the same command goes on from "
+                    "the last checkpoint"
+                ) from error
+            except (asyncio.CancelledError, KeyboardInterrupt):
+                status = "interrupted"
+                raise
+            finally:
+                log.close(status)
 
     @property
     def total_steps(self) -> int:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 
 if TYPE_CHECKING:
     from verl_omni.trainer.diffusion.settings import TrainSettings
 
-ROLLOUT = "actor_rollout_ref.rollout"
+_ROLLOUT = DiffusionRolloutConfig.KEY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Need:
         processes = int(max(machines, default=0) // self.per_process)
         ways = []
         if room is not None:
-            ways.append(f"write {ROLLOUT}.replicas={room}" if room else f"write {ROLLOUT}.colocate=true")
+            ways.append(f"write {_ROLLOUT}.replicas={room}" if room else f"write {_ROLLOUT}.colocate=true")
         elif groups:
             ways.append(f"write trainer.nnodes={groups}")
         elif processes:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig
+from verl_omni.workers.config.lora import LORA_CONFIG
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
     def check_trains(self, model: DiffusionModelConfig) -> None:
         """Raises :class:`ConfigError` where the checkpoint trains something else than `model` says."""
-        config = self.lora / "adapter_config.json"
+        config = self.lora / LORA_CONFIG
         made = {"lora_rank": 0}
         if config.is_file():
             adapter = json.loads(config.read_text(encoding="utf-8"))

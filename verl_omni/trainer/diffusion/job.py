@@ -113,8 +113,6 @@ class TrainingJob:
 
         trainer = self.settings.trainer
         async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
-            if self.resume is None:
-                Checkpoints(trainer.default_local_dir).start_anew()
             log = RunLog(
                 trainer.default_local_dir,
                 project_name=trainer.project_name,
@@ -126,6 +124,8 @@ class TrainingJob:
             )
             status = "failed"
             try:
+                if self.resume is None:
+                    Checkpoints(trainer.default_local_dir).start_anew()
                 await DiffusionTrainer(self, cluster, rewards, log).fit()
                 status = "finished"
             except (RayActorError, ServerDied) as error:

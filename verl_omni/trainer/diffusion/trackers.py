@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.utils.environment import restored_environment
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -104,15 +106,9 @@ def _places(backend: str, folder: Path, experiment_name: str) -> dict[str, str]:
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set for the block; the backends read it as they start."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: value for name, value in values.items() if value})
-    try:
+    with restored_environment(values):
+        os.environ.update({name: value for name, value in values.items() if value})
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _choose_wandb_mode() -> None:

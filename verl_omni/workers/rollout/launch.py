@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.utils.environment import restored_environment
 from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import engine_keys
@@ -104,18 +105,13 @@ def own_rendezvous() -> Iterator[None]:
     then meet on one port. Here the port is bound but does not listen: the system gives it to no one, and the worker,
     whose socket has SO_REUSEADDR like this one, can listen on it. Afterwards the environment is as it was.
     """
-    before = {name: os.environ.pop(name, None) for name in _RENDEZVOUS}
-    with socket.socket() as held:
+    with restored_environment(_RENDEZVOUS), socket.socket() as held:
+        for name in _RENDEZVOUS:
+            os.environ.pop(name, None)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         os.environ["MASTER_PORT"] = str(held.getsockname()[1])
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
+        yield
 
 
 def _one_device(options: Mapping[str, Any]) -> bool:

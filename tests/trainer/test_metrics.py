@@ -28,7 +28,15 @@ from verl_omni.trainer.diffusion.metrics import (
 from verl_omni.workers.config import DiffusionLossConfig
 from verl_omni.workers.diffusion_losses import get_diffusion_loss_fn
 
-STATS = RolloutStats(batch_sizes={16: 3, 1: 2}, waves=2, encodes_requested=5, encodes_computed=3)
+STATS = RolloutStats(
+    batch_sizes={16: 3, 1: 2},
+    waves=2,
+    encodes_requested=5,
+    encodes_computed=3,
+    stage_s={"denoise": 1.5, "decode": 0.25},
+    compiled_graphs=4,
+    out_of_memory=1,
+)
 FROM_THE_WORKER = {"loss", "pg_loss", "kl_loss", "grad_norm", "skipped_steps", "lr", "first_ratio_max_dev"}
 
 totals = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.sampled_from("abcd")), min_size=1, max_size=24)
@@ -120,6 +128,13 @@ def test_batches_are_those_that_ran():
         "rollout/waves": 2,
         "rollout/encodes_requested": 5,
         "rollout/encodes_computed": 3,
+        "rollout/encode_s": 0,
+        "rollout/denoise_s": 1.5,
+        "rollout/step_s": 0,
+        "rollout/decode_s": 0.25,
+        "rollout/transfer_s": 0,
+        "rollout/compiled_graphs": 4,
+        "rollout/out_of_memory": 1,
         "rollout/failed": 1,
         "rollout/policy_version": 7,
     }

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
 from verl_omni.pipelines.schedule import StepTables
+from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.pipelines.training import DiffusionModelBase
 
@@ -51,6 +54,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         self.stats = RolloutStats()
+        self.clock = StageClock(self.device)
+        self._graphs_before = _compiled_graphs()
         self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
         self._prompts = PromptCache()
         self._batch: RowBatch | None = None
@@ -117,11 +122,14 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         if batch is None or not batch.stands_at(states):
             self.stats.waves += all(state.step_index == 0 for state in states)
             batch = self._batch = self.gather(states)
-        velocity = self._velocity(batch)
-        batch.advance(velocity)
+        with self.clock.stage("denoise"):
+            velocity = self._velocity(batch)
+        with self.clock.stage("step"):
+            batch.advance(velocity)
         ending = [state for state in states if state.step_index + 1 == state.total_steps]
         if ending:
-            make_media(ending, self.decode, self.decode_rows)
+            with self.clock.stage("decode"):
+                make_media(ending, self.decode, self.decode_rows)
         if len(ending) == len(states):
             self._batch = None  # nobody comes back to it, and it holds whole-batch tensors
         return velocity
@@ -190,6 +198,17 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         self._prompts.clear()
         self._batch = None
 
+    def read_stats(self, *, reset: bool = False) -> RolloutStats:
+        """What happened since the start or the last reset; `reset` sets every counter to zero after that."""
+        graphs = _compiled_graphs()
+        stats = dataclasses.replace(
+            self.stats, stage_s=self.clock.seconds(), compiled_graphs=graphs - self._graphs_before
+        )
+        if reset:
+            self.stats, self._graphs_before = RolloutStats(), graphs
+            self.clock.reset()
+        return stats
+
     # ---- the machinery behind it
 
     def _embed(self, prompt: Mapping[str, Any], params: RolloutParams, *, negative: bool) -> PromptEmbeds | None:
@@ -212,7 +231,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         else:
             ids = self._tokenize(text)
         limit = params.max_sequence_length
-        embeds, computed = self._prompts.get((ids, limit), lambda: check_embeds(self.encode(ids, limit)))
+        with self.clock.stage("encode"):
+            embeds, computed = self._prompts.get((ids, limit), lambda: check_embeds(self.encode(ids, limit)))
         self.stats.encodes_requested += 1
         self.stats.encodes_computed += computed
         return embeds
@@ -272,6 +292,12 @@ def _told(state: StepRequestState) -> Iterator[None]:
     except Exception:
         logger.exception("request %s failed", state.request_id)
         raise
+
+
+def _compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: then nothing was compiled
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def _output(rollout: Rollout) -> DiffusionOutput:

@@ -20,6 +20,12 @@ class RolloutStats:
     """Prompts, negative ones included, that requests asked to be encoded."""
     encodes_computed: int = 0
     """Of those, the ones that a text encoder had to compute."""
+    stage_s: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage (:data:`~verl_omni.pipelines.stage_clock.ROLLOUT_STAGES`) on the device; of several engines, their sum."""
+    compiled_graphs: int = 0
+    """Graphs that were compiled: after the warm-up, each is a recompile."""
+    out_of_memory: int = 0
+    """How often a forward or a decode was repeated in halves for want of memory."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON or another process."""
@@ -27,6 +33,9 @@ class RolloutStats:
             "batch_sizes": dict(sorted(self.batch_sizes.items())),
             "waves": self.waves,
             "encodes": {"requested": self.encodes_requested, "computed": self.encodes_computed},
+            "stage_s": dict(self.stage_s),
+            "compiled_graphs": self.compiled_graphs,
+            "out_of_memory": self.out_of_memory,
         }
 
     @classmethod
@@ -37,6 +46,9 @@ class RolloutStats:
             waves=data["waves"],
             encodes_requested=data["encodes"]["requested"],
             encodes_computed=data["encodes"]["computed"],
+            stage_s=dict(data["stage_s"]),
+            compiled_graphs=data["compiled_graphs"],
+            out_of_memory=data["out_of_memory"],
         )
 
     @classmethod
@@ -48,8 +60,8 @@ class RolloutStats:
             total.waves += part.waves
             total.encodes_requested += part.encodes_requested
             total.encodes_computed += part.encodes_computed
+            for stage, seconds in part.stage_s.items():
+                total.stage_s[stage] = total.stage_s.get(stage, 0.0) + seconds
+            total.compiled_graphs += part.compiled_graphs
+            total.out_of_memory += part.out_of_memory
         return total
-
-    def reset(self) -> None:
-        """Set every counter to zero."""
-        self.batch_sizes, self.waves, self.encodes_requested, self.encodes_computed = Counter(), 0, 0, 0

@@ -40,10 +40,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """The adapter's :class:`~verl_omni.pipelines.stats.RolloutStats` as plain data; `reset` zeroes them after."""
-        stats = self.model_runner.pipeline.stats
-        result: dict[str, Any] = stats.as_dict()
-        if reset:
-            stats.reset()
+        result: dict[str, Any] = self.model_runner.pipeline.read_stats(reset=reset).as_dict()
         return result
 
     def load_lora(self, lora_request: LoRARequest) -> None:

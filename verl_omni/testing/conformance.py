@@ -140,7 +140,7 @@ class _Suite:
     """Outputs of all requests run together."""
 
     def equals_solo(self) -> Iterator[str]:
-        self.engine.pipeline.stats.reset()
+        self.engine.pipeline.read_stats(reset=True)
         self.batched = self.engine.run(*self.requests)
         yield from self._compare(self.requests, self.batched)
         largest = max(self.engine.pipeline.stats.batch_sizes, default=0)

@@ -63,7 +63,7 @@ class AdapterEngine:
         self._loop = asyncio.new_event_loop()
         self._submitted = itertools.count()
         self._in_flight = 0
-        self.pipeline.stats.reset()
+        self.pipeline.read_stats(reset=True)
 
     def __enter__(self) -> AdapterEngine:
         return self

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from verl_omni.pipelines.stage_clock import ROLLOUT_STAGES
 from verl_omni.pipelines.stats import RolloutStats
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def rollout_metrics(stats: RolloutStats, *, policy_version: int = 0, failed: int
         "rollout/waves": float(stats.waves),
         "rollout/encodes_requested": float(stats.encodes_requested),
         "rollout/encodes_computed": float(stats.encodes_computed),
+        **{f"rollout/{stage}_s": stats.stage_s.get(stage, 0.0) for stage in ROLLOUT_STAGES},
+        "rollout/compiled_graphs": float(stats.compiled_graphs),
+        "rollout/out_of_memory": float(stats.out_of_memory),
         "rollout/failed": float(failed),
         "rollout/policy_version": float(policy_version),
     }

@@ -21,7 +21,7 @@ class RolloutStats:
     encodes_computed: int = 0
     """Of those, the ones that a text encoder had to compute."""
     stage_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage (:data:`~verl_omni.pipelines.stage_clock.ROLLOUT_STAGES`) on the device; of several engines, their sum."""
+    """Seconds on the device by stage, see ``stage_clock.ROLLOUT_STAGES``; of several engines, their sum."""
     compiled_graphs: int = 0
     """Graphs that were compiled: after the warm-up, each is a recompile."""
     out_of_memory: int = 0

@@ -167,6 +167,7 @@ def test_messages_of_a_run_that_does_not_start_read_as_the_page_shows_them(prepa
         [f"{ROLLOUT}.algo.sde_window_range=[0,5]"],
         [f"actor_rollout_ref.model.lora_path={lora}"],
         ["actor_rollout_ref.model.lora_scale=0"],
+        [f"{ROLLOUT}.merge_lora=true", f"{ROLLOUT}.engine_kwargs.vllm_omni.tensor_parallel_size=2"],
         [f"{ROLLOUT}.engine_kwargs.vllm_omni.model=other"],
     ]
     messages = [message for attempt in attempts for message in prepare(*attempt)]

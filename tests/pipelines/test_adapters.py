@@ -335,7 +335,7 @@ def test_token_ids_in_every_form_equal_the_text(engine, ask):
 
 def test_each_distinct_prompt_is_encoded_once(engine, ask):
     engine.pipeline.load_weights([])  # forgets what is cached
-    engine.pipeline.stats.reset()
+    engine.pipeline.read_stats(reset=True)
     requests = [ask(prompt=text, seed=i, cfg=4.0, negative_prompt="blurry") for i, text in enumerate("abc" * 4)]
     engine.run(*requests)
     assert engine.pipeline.stats.encodes_requested == 24
@@ -343,7 +343,7 @@ def test_each_distinct_prompt_is_encoded_once(engine, ask):
 
 
 def test_a_burst_runs_as_one_batch(engine, ask):
-    engine.pipeline.stats.reset()
+    engine.pipeline.read_stats(reset=True)
     engine.run(*(ask(seed=seed, num_inference_steps=4) for seed in range(8)))
     stats = engine.pipeline.stats
     serial = engine.mode is RolloutMode.SERIAL
@@ -367,7 +367,7 @@ def test_nothing_of_a_finished_batch_stays_on_the_device(engine, ask):
     engine.run(ask(), ask(seed=2))
     assert engine.pipeline._batch is None
     engine.pipeline.release()
-    engine.pipeline.stats.reset()
+    engine.pipeline.read_stats(reset=True)
     engine.run(ask())
     assert engine.pipeline.stats.encodes_computed == 1
 
@@ -375,7 +375,7 @@ def test_nothing_of_a_finished_batch_stays_on_the_device(engine, ask):
 def test_rows_per_forward_bounds_the_forward_and_not_the_result(engine, ask, monkeypatch):
     requests = [ask(seed=seed, cfg=4.0, negative_prompt="blurry") for seed in range(5)]
     want = engine.run(*requests)
-    engine.pipeline.stats.reset()
+    engine.pipeline.read_stats(reset=True)
     monkeypatch.setattr(engine.pipeline, "rows_per_forward", 2)
     outputs = engine.run(*requests)
     assert max(engine.pipeline.stats.batch_sizes) <= 2

@@ -17,7 +17,7 @@ from tests.docs.pages import documented_messages, matches
 from verl_omni.trainer.generation.job import GenerationJob
 from verl_omni.trainer.main_generation import compose, main
 from verl_omni.trainer.rollout_setup import device_name
-from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
 from verl_omni.workers.rollout.seeds import request_seed
 
@@ -197,10 +197,12 @@ def test_external_adapter_without_step_methods(minimal, tmp_path, capfd, monkeyp
     assert "rename the file" in capfd.readouterr().err
 
 
-def test_keys_of_training_are_said_to_have_no_effect(minimal, caplog):
-    GenerationJob.prepare(compose([*minimal, "actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.replicas=2"]))
+def test_keys_without_effect_are_told(minimal, caplog):
+    given = ["actor_rollout_ref.model.lora_rank=8", f"{ROLLOUT}.replicas=2", f"{ROLLOUT}.merge_lora=true"]
+    GenerationJob.prepare(compose([*minimal, *given]))
     assert "actor_rollout_ref.model.lora_rank has no effect: it is for training" in caplog.text
     assert "actor_rollout_ref.rollout.replicas has no effect" in caplog.text
+    assert "actor_rollout_ref.rollout.merge_lora has no effect: actor_rollout_ref.model.lora_path" in caplog.text
     assert "colocate" not in caplog.text
 
 
@@ -228,9 +230,7 @@ def test_a_profile_holds_where_the_adapter_runs_guidance_as_measured(
     overrides = [f"data.val_files={tmp_path / 'rows.jsonl'}", f"actor_rollout_ref.model.architecture={architecture}"]
     overrides += [f"{ROLLOUT}.pipeline.{key}={value}" for key, value in pipeline.items()]
     overrides += [f"{ROLLOUT}.batching_mode=auto", f"{ROLLOUT}.profile={tmp_path / 'profile.json'}"]
-    key = ProfileKey(
-        model="model", height=512, width=512, num_inference_steps=10, cfg=True, dtype="bfloat16", device=device_name()
-    )
+    key = ProfileKey.of(DiffusionRolloutConfig(), model=tmp_path / "model", device=device_name(), cfg=True)
     points = [ProfilePoint(mode=mode, max_num_seqs=8, images_per_s=1.0) for mode in ("step_wise", "request_level")]
     RolloutProfile(key=key, points=tuple(points)).save(tmp_path / "profile.json")
     reason = GenerationJob.prepare(compose([*minimal, *overrides])).plan.reason

@@ -129,6 +129,13 @@ def test_a_micro_batch_of_the_reference_is_said_to_have_no_effect(caplog):
     assert "ref.log_prob_micro_batch_size_per_gpu=2 has no effect" in caplog.text
 
 
+def test_merging_without_a_lora_is_said_to_have_no_effect(caplog):
+    settings(actor_rollout_ref__rollout__merge_lora=True)
+    assert not caplog.records
+    settings(actor_rollout_ref__rollout__merge_lora=True, actor_rollout_ref__model__lora_rank=0)
+    assert "rollout.merge_lora has no effect: actor_rollout_ref.model.lora_rank=0 trains all weights" in caplog.text
+
+
 def test_mini_batch_and_replicas_come_from_the_batch_and_the_processes():
     assert (settings().mini_batch_size, settings().replicas) == (32, 1)
     config = settings(

@@ -38,12 +38,13 @@ def model(request, tiny_qwen, tiny_sd3) -> Path:
 
 @pytest.fixture(scope="module")
 def histories(model, ray_session, tmp_path_factory) -> dict[str, History]:
-    """Mode → the metrics of a run in it, all with the same seeds."""
+    """Mode → the metrics of a run in it, all with the same seeds; in the serial one the LoRA is merged."""
     found = {}
     for mode, settings in MODES.items():
         folder = tmp_path_factory.mktemp(mode)
         number = LONG if mode == BATCHED[model.name] else SHORT
-        assert main(overrides(folder, model, *settings, *SETTINGS, steps(number))) == 0
+        merged = f"rollout.merge_lora={str(mode == 'serial').lower()}"
+        assert main(overrides(folder, model, *settings, *SETTINGS, merged, steps(number))) == 0
         found[mode] = history(folder)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,12 @@ class Kind:
     adapter: str | None = None
     """Class in `telling_adapters`; None: the family's."""
     rows_per_forward: int | None = None
+    merge_lora: bool = False
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.adapter or self.family, self.executor, self.mode.value)))
+        merged = "merged" if self.merge_lora else None
+        return "-".join(filter(None, (self.adapter or self.family, self.executor, self.mode.value, merged)))
 
     @property
     def plan(self) -> RolloutPlan:
@@ -101,6 +103,8 @@ BATCHED = [
     Kind(family="qwen_image", mode=RolloutMode.REQUEST_LEVEL, executor="mp"),
 ]
 """The kinds that most tests run on."""
+MERGED = [replace(kind, merge_lora=True) for kind in BATCHED[:2]]
+"""Both families and both batched modes, with the LoRA in the weights."""
 STEP_ONLY = Kind(
     family="qwen_image",
     mode=RolloutMode.STEP_WISE,
@@ -140,6 +144,7 @@ class Engines:
             adapter=f"tests.workers.telling_adapters.{kind.adapter or FAMILIES[kind.family].adapter}",
             dtype="float32",
             executor=kind.executor,
+            merge_lora=kind.merge_lora,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,12 +14,15 @@ from verl_omni.algorithms import flow_sde
 from verl_omni.pipelines import params
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, MIN_LORA_SCALE
-from verl_omni.workers.config.rollout import OUTPUT_TYPES, SDE_TYPES, check_engine_keys
+from verl_omni.workers.config.rollout import OUTPUT_TYPES, SDE_TYPES, UNMERGEABLE, check_engine_keys
+from verl_omni.workers.rollout import engine as engine_module
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.engine_keys import engine_keys
+from verl_omni.workers.rollout.plan import AdapterCapabilities, resolve_plan
 from verl_omni.workers.rollout.seeds import request_seed
 
 ROLLOUT = "actor_rollout_ref.rollout"
+CAPABLE = AdapterCapabilities(name="A", request_batch=True, missing_step_methods=())
 
 
 def rollout(mapping):
@@ -187,6 +191,32 @@ def test_the_files_of_a_lora_are_checked(tmp_path: Path):
     for index, (lora, message) in enumerate(cases):
         write_lora(tmp_path / str(index), **lora)
         assert message in error(str(index))
+
+
+def test_a_lora_is_not_merged_into_weights_that_are_quantized_spread_or_offloaded():
+    assert set(UNMERGEABLE) <= engine_keys()
+    for key in UNMERGEABLE:
+        value = "fp8" if "quant" in key else 2
+        given = {"engine_kwargs": {"vllm_omni": {key: value}}}
+        rollout(given)
+        with pytest.raises(ConfigError, match=rf"{key}={value}; write {ROLLOUT}\.merge_lora=false"):
+            rollout({**given, "merge_lora": True})
+    harmless = {"quantization": None, "tensor_parallel_size": 1, "enable_layerwise_offload": False}
+    assert rollout({"merge_lora": "true", "engine_kwargs": {"vllm_omni": harmless}}).merge_lora is True
+
+
+async def test_an_engine_that_cannot_merge_is_closed_again_and_says_which_key_to_change(monkeypatch):
+    omni, closed = SimpleNamespace(final_output_task=None), []
+
+    async def refuse(method, args):
+        return [{"supported": False, "error": f"{method}: its weight is quantized; use merge_lora=false"}]
+
+    omni.collective_rpc, omni.shutdown = refuse, lambda: closed.append(True)
+    monkeypatch.setattr(engine_module, "launch", lambda *_: omni)
+    start = {"model_path": "m", "plan": resolve_plan(rollout(None), CAPABLE), "adapter": "a.B", "lora_key_map": {}}
+    with pytest.raises(ConfigError, match=rf"{ROLLOUT}\.merge_lora=true: .*quantized; use merge_lora=false"):
+        await RolloutEngine.start(**start, merge_lora=True)
+    assert closed == [True]
 
 
 @pytest.mark.parametrize("scale", [0.0, 9e-4, -9e-4, 1e-3, -1.0])

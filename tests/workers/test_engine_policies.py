@@ -2,19 +2,24 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.workers.engines import BATCHED, SERIAL, STEP_ONLY, same, solo
+from tests.workers.engines import BATCHED, MERGED, SERIAL, STEP_ONLY, same, solo
 from tests.workers.policies import write_lora
 from verl_omni.pipelines import worker_extension
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
+from verl_omni.workers.rollout.staging import LoraAdapter
 
 pytestmark = pytest.mark.engine
+
+EVERY_LEAF = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "net.0.proj")
+STRANGE = {f"base_model.model.strange.lora_{half}.weight": torch.ones(1, 1) for half in "AB"}
 
 PER_FAMILY: dict[str, list[list[RolloutSample]]] = {}
 """Samples under each policy, of every engine that has run: those of one family must be equal."""
 
 
-@pytest.mark.parametrize("kind", [*BATCHED, SERIAL, STEP_ONLY], indirect=True, ids=str)
+@pytest.mark.parametrize("kind", [*BATCHED, *MERGED, SERIAL, STEP_ONLY], indirect=True, ids=str)
 def test_lora_comes_goes_and_is_replaced_and_means_the_same_in_every_mode(engine, kind, run, ask, loras):
     async def scenario():
         samples = [await engine.generate(ask("base"))]
@@ -37,6 +42,71 @@ def test_lora_comes_goes_and_is_replaced_and_means_the_same_in_every_mode(engine
     others = PER_FAMILY.setdefault(kind.family, [])
     assert all(same(a, b) for other in others for a, b in zip(samples, other, strict=True))
     others.append(samples)
+
+
+@pytest.mark.parametrize("kind", MERGED, indirect=True, ids=str)
+def test_a_merged_lora_is_the_checkpoint_with_the_lora_added(engine, run, ask, transformer, tmp_path):
+    lora = write_lora(tmp_path / "lora", transformer, 1, EVERY_LEAF)
+    original = {f"transformer.{name}": tensor for name, tensor in transformer.items()}
+    added = dict(original)
+    halves = load_file(lora / "adapter_model.safetensors")
+    for name, tensor in transformer.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in halves:  # alpha is the rank
+            delta = 0.1 * halves[f"{module}.lora_B.weight"] @ halves[f"{module}.lora_A.weight"]
+            added[f"transformer.{name}"] = tensor + delta
+
+    async def scenario():
+        base = await engine.generate(ask("base"))
+        await engine.load_lora(lora, scale=0.1)
+        merged = await engine.generate(ask("merged"))
+        await engine.remove_lora()
+        await engine.update_weights(added)
+        loaded = await engine.generate(ask("loaded"))
+        await engine.update_weights(original)
+        return base, merged, loaded, await engine.generate(ask("back"))
+
+    base, merged, loaded, back = run(scenario())
+    assert len(halves) // 2 == sum(added[name] is not original[name] for name in original) > 10
+    assert same(merged, loaded) and not same(merged, base, 1e-3)
+    assert torch.equal(base.trajectory_latents, back.trajectory_latents)
+
+
+@pytest.mark.parametrize("kind", MERGED, indirect=True, ids=str)
+def test_a_merged_lora_stays_through_new_weights_refused_changes_and_sleep(engine, run, ask, loras, transformer):
+    original = {f"transformer.{name}": tensor for name, tensor in transformer.items()}
+    changed = {name: tensor * 1.1 for name, tensor in original.items()}
+
+    async def scenario():
+        await engine.load_lora(loras[0])
+        merged = [await engine.generate(ask("merged"))]
+        with pytest.raises(RolloutError, match="no weight, or only a part"):
+            await engine.update_weights(dict(list(changed.items())[1:]))
+        with pytest.raises(RolloutError, match="no layers for these LoRA modules"):
+            await engine.load_lora(LoraAdapter(config={"r": 1, "lora_alpha": 1}, tensors=STRANGE))
+        await engine.sleep()
+        await engine.wake_up()
+        merged.append(await engine.generate(ask("awake")))
+        await engine.update_weights(changed)
+        both = [await engine.generate(ask("changed, merged"))]
+        await engine.remove_lora()
+        weights = [await engine.generate(ask("changed"))]
+        await engine.update_weights(original)
+        base = await engine.generate(ask("base"))
+        await engine.update_weights(changed)  # as an engine that was started with them
+        weights.append(await engine.generate(ask("fresh")))
+        await engine.load_lora(loras[0])
+        both.append(await engine.generate(ask("fresh, merged")))
+        await engine.remove_lora()
+        await engine.update_weights(original)
+        return base, merged, weights, both
+
+    version = engine.policy_version
+    base, *pairs = run(scenario())
+    assert all(torch.equal(a.trajectory_latents, b.trajectory_latents) for a, b in pairs)
+    policies = [base, *(first for first, _ in pairs)]
+    assert not any(same(a, b, 1e-3) for i, a in enumerate(policies) for b in policies[:i])
+    assert [sample.policy_version - version for sample in pairs[0]] == [1, 1]
 
 
 @pytest.mark.parametrize("leaf", ["to_q", "to_out.0", "add_k_proj", "to_add_out"])

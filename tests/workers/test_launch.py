@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,28 @@ def test_engine_arguments_follow_the_plan_exactly():
 def test_what_contradicts_the_plan_is_refused(engine_kwargs, message):
     with pytest.raises(ValueError, match=message):
         arguments(**engine_kwargs)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "major", "variable", "engine_kwargs", "expected"),
+    [
+        (True, 9, None, {}, "CUDNN_ATTN"),
+        (True, 10, None, {}, None),
+        (False, 9, None, {}, None),
+        (True, 9, "TORCH_SDPA", {}, None),
+        (True, 9, None, {"diffusion_attention_backend": "FLASH_ATTN"}, "FLASH_ATTN"),
+    ],
+)
+def test_on_a_hopper_cudnn_attends_unless_another_backend_is_named(
+    monkeypatch, cuda, major, variable, engine_kwargs, expected
+):
+    capability = SimpleNamespace(major=major)
+    platform = SimpleNamespace(is_cuda=lambda: cuda, get_device_capability=lambda: capability)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+    monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", variable)
+    assert arguments(**engine_kwargs).get("diffusion_attention_backend") == expected
 
 
 def test_a_key_that_the_engine_would_drop_is_refused():

@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, build
-from verl_omni.workers.rollout.asked import ENGINE, ROLLOUT
+from tests.workers.plans import ALL, BOTH, NEITHER, REQUEST, SENSIBLE, STEP, config, overridden, plan
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.rollout.asked import ROLLOUT
 from verl_omni.workers.rollout.plan import (
     DEFAULT_MAX_NUM_SEQS,
-    TIE,
     AdapterCapabilities,
     PlanError,
     RolloutMode,
-    RolloutPlan,
     resolve_plan,
 )
-from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
-
-
-def adapter(*, step: bool, request: bool) -> AdapterCapabilities:
-    missing = () if step else ("denoise_step", "post_decode")
-    return AdapterCapabilities(name="Adapter", request_batch=request, missing_step_methods=missing)
-
-
-BOTH, STEP, REQUEST, NEITHER = (
-    adapter(step=s, request=r) for s, r in ((True, True), (True, False), (False, True), (False, False))
-)
-ALL = (BOTH, STEP, REQUEST, NEITHER)
-
-
-def config(**keys: Any) -> DiffusionRolloutConfig:
-    """`engine_<key>` goes under engine_kwargs.vllm_omni."""
-    engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
-    return build(DiffusionRolloutConfig, {**keys, "engine_kwargs": {"vllm_omni": engine}}, ROLLOUT)
-
-
-def plan(capabilities: AdapterCapabilities, **keys: Any) -> RolloutPlan:
-    return resolve_plan(config(**keys), capabilities)
-
 
 # batching_mode, step_execution, max_num_seqs, adapters → mode, cap
 TABLE = [
@@ -160,73 +134,6 @@ def test_log_prob_micro_batch_is_compared_in_low_precision_only():
     assert plan(BOTH, max_num_seqs=16, engine_rows_per_forward=4, log_prob_micro_batch_size_per_gpu=4).notes == ()
 
 
-def profile_of(rollout: DiffusionRolloutConfig, rates: dict[str, dict[int, float]]) -> RolloutProfile:
-    points = (
-        ProfilePoint(mode=m, max_num_seqs=k, images_per_s=r) for m, by_cap in rates.items() for k, r in by_cap.items()
-    )
-    return RolloutProfile(key=ProfileKey.of(rollout, model="m", device="cpu", cfg=True), points=tuple(points))
-
-
-AUTO = [
-    ({"step_wise": {8: 1.0}, "request_level": {8: 2.0}}, 8, "request_level", 8),
-    ({"step_wise": {8: 2.0}, "request_level": {8: 1.0}}, 8, "step_wise", 8),
-    ({"step_wise": {8: 1.0}, "request_level": {8: 1 / (1 - TIE) - 1e-6}}, 8, "step_wise", 8),
-    ({"step_wise": {8: 1.0}, "request_level": {8: 1 / (1 - TIE) + 1e-6}}, 8, "request_level", 8),
-    ({"step_wise": {8: 1.0}, "request_level": {8: 1.0}, "serial": {1: 3.0}}, 8, "serial", 1),
-    ({"step_wise": {8: 1.0}, "request_level": {16: 9.0}}, 8, "step_wise", 8),
-    ({"request_level": {8: 9.0}}, 8, "step_wise", 8),
-    ({"step_wise": {4: 1.0, 8: 1.96, 16: 2.0}, "request_level": {4: 1.0}}, None, "step_wise", 8),
-    ({"step_wise": {4: 1.0}, "request_level": {4: 2.95, 8: 2.8, 16: 2.99, 32: 2.98}}, None, "request_level", 4),
-]
-
-
-@pytest.mark.parametrize(("rates", "cap", "mode", "planned"), AUTO)
-def test_auto_goes_by_the_profile(rates, cap, mode, planned):
-    rollout = config(batching_mode="auto", max_num_seqs=cap)
-    got = resolve_plan(rollout, BOTH, profile_of(rollout, rates))
-    assert (got.mode.value, got.max_num_seqs) == (mode, planned), got.reason
-
-
-def test_unset_cap_of_an_explicit_mode_goes_by_the_profile():
-    rollout = config(step_execution=True)
-    got = resolve_plan(rollout, BOTH, profile_of(rollout, {"step_wise": {2: 1.0, 4: 1.99, 8: 2.0}}))
-    assert got.max_num_seqs == 4
-    assert "plateau" in got.reason
-
-
-def test_stale_profile_is_not_used_and_the_reason_says_so():
-    measured = config(batching_mode="auto", pipeline={"height": 256})
-    profile = profile_of(measured, {"step_wise": {8: 1.0}, "request_level": {8: 2.0}})
-    rollout = config(batching_mode="auto", max_num_seqs=8)
-    got = resolve_plan(rollout, BOTH, profile)
-    assert got.mode is RolloutMode.STEP_WISE
-    assert "stale and not used (height: measured with 256, now 512)" in got.reason
-    key = ProfileKey.of(measured, model="other/model", device="cpu", cfg=False)
-    reason = resolve_plan(measured, BOTH, profile, key=key).reason
-    assert "model: measured with m, now model, cfg: measured with True, now False" in reason
-
-
-def test_profile_file(tmp_path: Path):
-    profile = profile_of(config(), {"step_wise": {8: 1.5}})
-    path = tmp_path / "profile.json"
-    profile.save(path)
-    assert RolloutProfile.load(path) == profile
-    assert profile.differences(ProfileKey.of(config(), model="a/m", device="cpu", cfg=True)) == ()
-    bad_files = [
-        "",
-        "[]",
-        '{"key": {}}',
-        path.read_text().replace("step_wise", "stepwise"),
-        path.read_text().replace("1.5", "-1"),
-    ]
-    for bad in bad_files:
-        path.write_text(bad)
-        with pytest.raises(ConfigError, match=r"profile\.json"):
-            RolloutProfile.load(path)
-    with pytest.raises(ConfigError, match=r"none\.json"):
-        RolloutProfile.load(tmp_path / "none.json")
-
-
 def test_capabilities_are_read_off_the_class():
     step = {name: lambda *args: None for name in ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")}
     full = type("Full", (), {**step, "supports_step_execution": True, "supports_request_batch": True})
@@ -241,15 +148,6 @@ def test_capabilities_are_read_off_the_class():
 
 
 ANYTHING = st.sampled_from([None, True, False, 0, 1, 8, -1, 2.5, "8", "true", "x", float("nan"), [], {}])
-SENSIBLE = {
-    "batching_mode": st.sampled_from([None, "auto", "step_wise", "request_level", "serial"]),
-    "step_execution": st.booleans(),
-    "max_num_seqs": st.sampled_from([None, 1, 2, 8, "8"]),
-    "engine_max_num_seqs": st.sampled_from([None, 1, 2, 8]),
-    "engine_step_execution": st.sampled_from([None, True, False]),
-    "engine_request_batch_max_wait_ms": st.sampled_from([None, 0, 5.0]),
-    "engine_rows_per_forward": st.sampled_from([None, 1, 8]),
-}
 
 
 @given(st.fixed_dictionaries(dict.fromkeys(SENSIBLE, ANYTHING)), st.sampled_from(ALL))
@@ -273,11 +171,7 @@ def test_following_the_errors_leads_to_a_plan(keys, capabilities):
         try:
             got = plan(capabilities, **keys)
         except PlanError as error:
-            for override in error.overrides:
-                key, value = override.split("=")
-                place = "engine_" if key.startswith(ENGINE) else ""
-                key = place + key.rpartition(".")[2]
-                keys = {**keys, key: None if value == "null" else value}
+            keys = overridden(keys, error)
             continue
         assert got.mode in capabilities.modes
         assert got.max_num_seqs == 1 or got.mode is not RolloutMode.SERIAL

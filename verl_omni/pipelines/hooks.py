@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from verl_omni.pipelines.memory import block_bytes
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.rows import TextBatch
 
@@ -98,6 +99,16 @@ class ModelHooks(ModelRules):
 
     # ---- what has a default
 
+    def row_bytes(self, image_tokens: int, text_tokens: int) -> int:
+        """Most bytes that the activations of one row take in a transformer forward; bounds the rows of a forward.
+
+        By default those of a dual-stream DiT whose MLP is four times as wide as a token, by ``transformer.inner_dim``.
+        A transformer without it gives 0, not known: its forwards are bounded by errors alone.
+        """
+        width = getattr(self.transformer, "inner_dim", 0)
+        tokens, element_bytes = image_tokens + text_tokens, self.od_config.dtype.itemsize
+        return block_bytes(width=width, feed_forward=4 * width, tokens=tokens, element_bytes=element_bytes)
+
     def draw_latents(self, height: int, width: int, generator: torch.Generator) -> Tensor:
         """Initial noise of one row, of :meth:`latent_shape`, float32; the first draw from the row's generator."""
         return torch.randn(self.latent_shape(height, width), generator=generator, device=self.device)
@@ -108,6 +119,13 @@ class ModelHooks(ModelRules):
         Raises :class:`RequestError`.
         """
         return {}
+
+    def fuse(self) -> None:
+        """Replace parts of the transformer, in place, by faster ones for CUDA; called once, before it is compiled."""
+
+    def compiled_beside(self) -> Sequence[nn.Module]:
+        """Modules beside the transformer that are compiled as a whole, like the VAE's decoder; by default none."""
+        return ()
 
     def schedule(self, steps: int, image_tokens: int) -> tuple[Tensor, Tensor]:
         """Timesteps [T] in 0–1000 and sigmas [T+1] for an image of so many tokens; by default the stock pipeline's."""

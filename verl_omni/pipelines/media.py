@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_omni.pipelines.hooks import check_shape, contained
+from verl_omni.pipelines.memory import RowLimit
 from verl_omni.pipelines.rows import rollout_of
 
 if TYPE_CHECKING:
@@ -21,27 +22,29 @@ Decode = Callable[[Tensor, tuple[int, int]], Tensor]
 """Images [B, 3, H, W] in -1…1 from final latents [B, ...] and a size in pixels."""
 
 
-def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once: int) -> None:
+def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
     """Give each request its media [n, ...], and a flag [n] on the device whether its latents are finite.
 
-    `states` share one image size. Where decoding fails for one request alone, its error is kept on it.
+    `states` share one image size. Decodes take `rows_at_once`, or fewer if `limit`, in pixels, says so. Where decoding
+    fails for one request alone, its error is kept on it.
     """
     for kind in dict.fromkeys(rollout_of(state).params.output_type for state in states):
-        _make([state for state in states if rollout_of(state).params.output_type == kind], kind, decode, rows_at_once)
+        chosen = [state for state in states if rollout_of(state).params.output_type == kind]
+        _make(chosen, kind, decode, rows_at_once, limit)
 
 
-def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at_once: int) -> None:
+def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
     rollouts = [rollout_of(state) for state in states]
     latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
     size = (rollouts[0].params.height, rollouts[0].params.width)
     try:
         with contained():
-            media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once)
+            media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once, limit)
     except Exception as error:
         if len(states) > 1:
             logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)
             for state in states:
-                _make([state], kind, decode, rows_at_once)
+                _make([state], kind, decode, rows_at_once, limit)
         elif rollouts[0].error is None:
             logger.error("decoding request %s failed", states[0].request_id, exc_info=error)
             rollouts[0].error = error
@@ -52,7 +55,15 @@ def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at
         rollout.media, rollout.finite = rows, ok
 
 
-def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int) -> Tensor:
+def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int, limit: RowLimit) -> Tensor:
     """uint8 [B, 3, H, W], `rows_at_once` at a time: the VAE's activations are the peak of a rollout's memory."""
-    images = [check_shape("decode", decode(rows, size), (len(rows), 3, *size)) for rows in latents.split(rows_at_once)]
-    return torch.cat([(image.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8) for image in images])
+    height, width = size
+
+    def run(rows: Tensor) -> Tensor:
+        images = check_shape("decode", decode(rows, size), (len(rows), 3, height, width))
+        return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+    parts = limit.run(
+        latents.split(rows_at_once), run, cost=lambda _: height * width, told=lambda _: f"{height}x{width} pixels"
+    )
+    return torch.cat([pixels for _, pixels in parts])

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
+from verl_omni.pipelines.compiling import compile_modules
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
 from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
+from verl_omni.pipelines.memory import decode_limit, forecast_rows, forward_limit
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
 from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
@@ -61,6 +63,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         self._batch: RowBatch | None = None
         self._tokenize = functools.lru_cache(maxsize=4096)(self.text_to_ids)
         self._tables = StepTables(self.schedule)
+        self._forwards = forward_limit(self.device, self._count_halving)
+        self._decodes = decode_limit(self.device, self._count_halving)
 
     # ---- lifecycle
 
@@ -129,7 +133,7 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         ending = [state for state in states if state.step_index + 1 == state.total_steps]
         if ending:
             with self.clock.stage("decode"):
-                make_media(ending, self.decode, self.decode_rows)
+                make_media(ending, self.decode, self.decode_rows, self._decodes)
         if len(ending) == len(states):
             self._batch = None  # nobody comes back to it, and it holds whole-batch tensors
         return velocity
@@ -193,10 +197,21 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         self._prompts.clear()
         return super().load_weights(weights)  # type: ignore[misc]
 
+    def setup_compile(self) -> None:
+        """Called by the engine, unless it runs eagerly, in place of its own compilation."""
+        if self.device.type == "cuda":
+            self.fuse()
+        compile_modules(self.transformer, self.compiled_beside(), self.od_config)
+
     def release(self) -> None:
-        """Give back the device memory of cached prompts; called before the engine sleeps, with nothing in flight."""
+        """Give back the device memory of cached prompts; called before the engine sleeps, with nothing in flight.
+
+        What errors taught about the memory is forgotten: after the sleep it may be another one.
+        """
         self._prompts.clear()
         self._batch = None
+        self._forwards.forget()
+        self._decodes.forget()
 
     def read_stats(self, *, reset: bool = False) -> RolloutStats:
         """What happened since the start or the last reset; `reset` sets every counter to zero after that."""
@@ -238,8 +253,26 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         return embeds
 
     def gather(self, states: Sequence[StepRequestState]) -> RowBatch:
-        """The rows of prepared `states` of one image size, at whatever steps they stand."""
-        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=self.rows_per_forward)
+        """The rows of prepared `states` of one image size, at whatever steps they stand.
+
+        Where the plan gives no ``rows_per_forward``, the free memory does.
+        """
+        limit = self.rows_per_forward
+        if limit is None:
+            limit = forecast_rows(
+                states,
+                functools.partial(self._row_bytes, states[0].latents),
+                most=self._forwards.most,
+                device=self.device,
+                devices=self.od_config.parallel_config.world_size,
+            )
+        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=limit)
+
+    def _row_bytes(self, latents: Tensor, text_tokens: int) -> int:
+        return max(1, self.row_bytes(self.image_tokens(tuple(latents.shape[1:])), text_tokens))
+
+    def _count_halving(self) -> None:
+        self.stats.out_of_memory += 1
 
     def _velocity(self, batch: RowBatch) -> Tensor:
         """Guided velocity [B, ...] float32. If the forward fails, each request is tried alone and may fail alone."""
@@ -258,7 +291,7 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         """Velocity [B, ...] float32 of all rows at their current latents and timesteps, guidance applied."""
         cond = self._predict(batch, batch.cond)
         for forward in batch.cond:
-            self.stats.batch_sizes[forward.size] += 1
+            self.stats.batch_sizes[len(forward)] += 1
         if not batch.uncond:
             return cond
         uncond, guided = self._predict(batch, batch.uncond), batch.guided
@@ -266,18 +299,32 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
             return self.guide(cond, uncond, batch.cfg_scale)
         return cond.index_copy(0, guided, self.guide(cond[guided], uncond[guided], batch.cfg_scale))
 
-    def _predict(self, batch: RowBatch, forwards: Sequence[Forward]) -> Tensor:
-        """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others."""
-        timesteps, first = batch.timesteps, forwards[0]
-        if first.index is None:
-            velocity = self.predict_velocity(batch.latents, timesteps, first.text, batch.size).float()
-            return check_shape("predict_velocity", velocity, batch.latents.shape)
+    def _predict(self, batch: RowBatch, forwards: list[Forward]) -> Tensor:
+        """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others.
+
+        `forwards` that ran out of memory are replaced by those that did not, for the steps to come.
+        """
+        all_timesteps, (height, width) = batch.timesteps, batch.size
+
+        def run(forward: Forward) -> Tensor:
+            latents, timesteps = batch.latents, all_timesteps
+            if forward.index is not None:
+                latents, timesteps = latents[forward.index], timesteps[forward.index]
+            part = self.predict_velocity(latents, timesteps, forward.text, batch.size).float()
+            return check_shape("predict_velocity", part, latents.shape)
+
+        parts = self._forwards.run(
+            forwards,
+            run,
+            cost=lambda forward: self._row_bytes(batch.latents, forward.text.embeds.shape[1]),
+            told=lambda forward: f"{height}x{width} pixels, {forward.text.embeds.shape[1]} text tokens",
+        )
+        forwards[:] = [forward for forward, _ in parts]
+        if forwards[0].index is None:
+            return parts[0][1]
         velocity = torch.zeros_like(batch.latents)
-        for forward in forwards:
-            rows = forward.index
-            latents = batch.latents[rows]
-            part = self.predict_velocity(latents, timesteps[rows], forward.text, batch.size).float()
-            velocity[rows] = check_shape("predict_velocity", part, latents.shape)
+        for forward, part in parts:
+            velocity[forward.index] = part
         return velocity
 
 

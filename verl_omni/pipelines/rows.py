@@ -101,12 +101,29 @@ class TextBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The rows that go through the transformer together."""
+    """The b rows that go through the transformer together."""
 
+    rows: Sequence[int]
+    """Their positions in the batch."""
     index: Tensor | None
-    """[b] positions in the batch; None: all of it, in order."""
-    size: int
+    """[b] the same on the device; None: all of the batch, in order."""
+    prompts: Sequence[PromptEmbeds]
     text: TextBatch
+
+    @classmethod
+    def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds], device: torch.device, *, whole: bool) -> Forward:
+        """The forward over `rows`, whose prompts are `prompts`; `whole`: they are all of the batch."""
+        index = None if whole else torch.tensor(rows, device=device)
+        return cls(rows=rows, index=index, prompts=prompts, text=TextBatch.collate(prompts))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def split(self, rows: int, /) -> list[Forward]:
+        """The same in forwards of `rows` rows, texts padded to the longest of each."""
+        device = self.text.embeds.device
+        starts = range(0, len(self), rows)
+        return [Forward.of(self.rows[k : k + rows], self.prompts[k : k + rows], device, whole=False) for k in starts]
 
 
 def plan_forwards(
@@ -116,17 +133,16 @@ def plan_forwards(
 
     A model that takes no text mask gets rows of one text length at a time; `rows_per_forward` bounds each forward.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[int, list[tuple[int, PromptEmbeds]]] = {}
     for i, prompt in enumerate(prompts):
         if prompt is not None:
-            groups.setdefault(0 if masks_text else len(prompt["prompt_embeds"]), []).append(i)
+            groups.setdefault(0 if masks_text else len(prompt["prompt_embeds"]), []).append((i, prompt))
     forwards = []
-    for rows in groups.values():
-        limit = rows_per_forward or len(rows)
-        for chunk in (rows[k : k + limit] for k in range(0, len(rows), limit)):
-            index = None if len(chunk) == len(prompts) else torch.tensor(chunk, device=device)
-            text = TextBatch.collate([p for i in chunk if (p := prompts[i]) is not None])
-            forwards.append(Forward(index=index, size=len(chunk), text=text))
+    for group in groups.values():
+        limit = rows_per_forward or len(group)
+        for k in range(0, len(group), limit):
+            rows, texts = zip(*group[k : k + limit], strict=True)
+            forwards.append(Forward.of(rows, texts, device, whole=len(rows) == len(prompts)))
     return forwards
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+
+from verl_omni.pipelines.host_syncs import HostSyncs
+from verl_omni.pipelines.merged_lora import LoraSlot, MergedLora, check_mergeable, read_parts
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -37,6 +41,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         od_config: OmniDiffusionConfig
         model_runner: Any
         lora_manager: DiffusionLoRAManager | None
+        _host_syncs: HostSyncs
 
     def rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """The adapter's :class:`~verl_omni.pipelines.stats.RolloutStats` as plain data; `reset` zeroes them after."""
@@ -48,9 +53,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
         Raises ValueError if it does not: the adapters loaded before are still there then.
         """
-        manager = self.lora_manager
-        if manager is None:
-            raise ValueError("this pipeline takes no LoRA adapters")
+        manager = self._manager()
         if lora_request.lora_int_id in manager.list_adapters():
             raise ValueError(f"LoRA id {lora_request.lora_int_id} is loaded already; the engine would skip this one")
         check_lora(lora_request.lora_path, lora_layers(self.model_runner.pipeline, manager))
@@ -61,19 +64,47 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             manager.remove_adapter(lora_request.lora_int_id)
             raise ValueError(f"the LoRA does not fit the model: {error}") from error
 
+    def check_merging(self) -> None:
+        """Raises ValueError if no LoRA can be merged into the weights of this model."""
+        check_mergeable(lora_layers(self.model_runner.pipeline, self._manager()))
+
+    def merge_lora(self, path: str, scale: float) -> None:
+        """Add the PEFT adapter in folder `path` to the weights, in place of the one that was merged before.
+
+        Raises ValueError if it does not fit: the one before is still there then.
+        """
+        layers = lora_layers(self.model_runner.pipeline, self._manager())
+        check_lora(path, layers)
+        self._merged_lora.merge(read_parts(path, layers, scale))
+
+    def unmerge_lora(self) -> None:
+        """Put the weights back as they are without a LoRA, bit for bit."""
+        self._merged_lora.merge([])
+
+    @cached_property
+    def _merged_lora(self) -> MergedLora:
+        return MergedLora()
+
+    def _manager(self) -> DiffusionLoRAManager:
+        if self.lora_manager is None:
+            raise ValueError("this pipeline takes no LoRA adapters")
+        return self.lora_manager
+
     @torch.no_grad()
     def load_weights_file(self, path: str) -> int:
         """Replace all weights of the transformer by those of a safetensors file; returns how many tensors were loaded.
 
         Names are those of the diffusers checkpoint after ``transformer.``. Names and shapes are checked in a dry run
-        first: ValueError names the first unknown, missing or misshapen one, and nothing has changed then.
+        first: ValueError names the first unknown, missing or misshapen one, and nothing has changed then. A merged LoRA
+        is merged into the new weights.
         """
         pipeline = self.model_runner.pipeline
         with safe_open(path, framework="pt") as file, without_lora_wrappers(pipeline, self.lora_manager):
             names = list(file.keys())
             shapes = {name: file.get_slice(name).get_shape() for name in names}
             check_weights(pipeline, shapes)
-            pipeline.load_weights((name, file.get_tensor(name)) for name in names)
+            with self._merged_lora.lifted():
+                pipeline.load_weights((name, file.get_tensor(name)) for name in names)
         return len(names)
 
     def check_sleep(self) -> None:
@@ -83,6 +114,14 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def release_caches(self) -> None:
         """Drop what the adapter keeps on the device between requests."""
         self.model_runner.pipeline.release()
+
+    def count_host_syncs(self, on: bool) -> dict[str, int]:
+        """Start to count the denoising step's waits for the device; or stop, and tell. Steps are slower meanwhile."""
+        if on:
+            self._host_syncs = HostSyncs(self.model_runner.pipeline)
+            self._host_syncs.start()
+            return {}
+        return self._host_syncs.stop()
 
 
 def check_sleep_mode(device: torch.device, enabled: bool) -> None:
@@ -97,21 +136,23 @@ def check_sleep_mode(device: torch.device, enabled: bool) -> None:
         )
 
 
-def lora_layers(pipeline: Any, manager: DiffusionLoRAManager) -> dict[str, tuple[int, int]]:
-    """Input and output width of every layer that can carry a LoRA, by module name; the parts of a packed layer too."""
-    layers: dict[str, tuple[int, int]] = {}
+def lora_layers(pipeline: Any, manager: DiffusionLoRAManager) -> dict[str, LoraSlot]:
+    """Every layer that can carry a LoRA, by module name; the parts of a packed layer too."""
+    layers: dict[str, LoraSlot] = {}
     for name, layer in pipeline.transformer.named_modules():
         if isinstance(layer, LinearBase):
             name = name.removesuffix(".base_layer")
-            layers[name] = (layer.input_size, layer.output_size)
+            layers[name] = LoraSlot(layer, 0, layer.output_size)
             parent, _, leaf = name.rpartition(".")
             parts = manager._packed_modules_mapping.get(leaf, ())
+            start = 0
             for part, width in zip(parts, getattr(layer, "output_sizes", ()), strict=False):
-                layers[f"{parent}.{part}"] = (layer.input_size, width)
+                layers[f"{parent}.{part}"] = LoraSlot(layer, start, width)
+                start += width
     return layers
 
 
-def check_lora(path: str, layers: Mapping[str, tuple[int, int]]) -> None:
+def check_lora(path: str, layers: Mapping[str, LoraSlot]) -> None:
     """Raises ValueError naming modules of the LoRA at `path` that the model lacks, or the first that does not fit."""
     shapes: dict[str, dict[str, list[int]]] = {}
     with safe_open(os.path.join(path, "adapter_model.safetensors"), framework="pt") as file:
@@ -122,7 +163,7 @@ def check_lora(path: str, layers: Mapping[str, tuple[int, int]]) -> None:
         more = f" (and {len(unknown) - 5} more)" if len(unknown) > 5 else ""
         raise ValueError(f"the model has no layers for these LoRA modules: {', '.join(unknown[:5])}{more}")
     for module, halves in shapes.items():
-        width_in, width_out = layers[module]
+        width_in, width_out = layers[module].layer.input_size, layers[module].width
         rank = halves.get("A.weight", [0])[0]
         if halves != {"A.weight": [rank, width_in], "B.weight": [width_out, rank]}:
             raise ValueError(

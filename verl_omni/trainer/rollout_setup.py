@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig
+from verl_omni.workers.config.base import integer
+from verl_omni.workers.config.lora import LORA_CONFIG, read_lora_config
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
 from verl_omni.workers.rollout.external_lib import import_external_lib
 from verl_omni.workers.rollout.plan import AdapterCapabilities, RolloutPlan, resolve_plan
-from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
+from verl_omni.workers.rollout.profile import ProfileKey, load_profiles, nearest_profile
 from verl_omni.workers.rollout.request import RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -35,25 +38,34 @@ class RolloutSetup:
 
 
 def resolve_rollout(
-    model: DiffusionModelConfig, rollout: DiffusionRolloutConfig, requests: Sequence[RolloutRequest]
+    model: DiffusionModelConfig,
+    rollout: DiffusionRolloutConfig,
+    requests: Sequence[RolloutRequest],
+    *,
+    trained_lora_rank: int | None = None,
 ) -> RolloutSetup:
     """Check what the rollout needs, what is cheap first, and choose its mode. Logs what is configured without effect.
 
-    `requests` are those of the run, or some that stand for them. Raises :class:`ConfigError`.
+    `requests` are those of the run, or some that stand for them. `trained_lora_rank` is that of the LoRA that the run
+    trains, 0 if it trains all weights; None: it trains nothing, and rolls out with ``model.lora_path``.
+
+    Raises :class:`ConfigError`.
     """
     check_engine_keys(rollout.engine_options(), engine_keys())
-    profile = RolloutProfile.load(rollout.profile) if rollout.profile is not None else None
+    profiles = load_profiles(rollout.profile) if rollout.profile is not None else []
     resolve_plan(rollout, _CAN_ALL)  # contradictions show without the adapter, which takes seconds to import
     architecture = model.resolve_architecture()
     if rollout.external_lib is not None:
         import_external_lib(rollout.external_lib)
     adapter, path = _adapter(architecture, model.algorithm)
     check_engine_values(rollout.engine_options())
-    key = None
-    if profile is not None:
+    key = profile = memory_gib = None
+    if profiles:
         cfg = any(is_guided(request, adapter) for request in requests)
-        key = ProfileKey.of(rollout, model=model.path, device=device_name(), cfg=cfg)
-    plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key)
+        rank = _lora_rank(model) if trained_lora_rank is None else trained_lora_rank
+        key = ProfileKey.of(rollout, model=model.path, device=device_name(), cfg=cfg, lora_rank=rank)
+        profile, memory_gib = nearest_profile(profiles, key), device_memory_gib()
+    plan = resolve_plan(rollout, AdapterCapabilities.of(adapter), profile, key=key, memory_gib=memory_gib)
     for note in _guidance_notes(rollout, requests, adapter):
         logger.warning(note)
     return RolloutSetup(architecture=architecture, adapter=adapter, adapter_path=path, plan=plan)
@@ -77,6 +89,24 @@ def device_name() -> str:
 
     cuda = current_omni_platform.is_cuda_alike()
     return current_omni_platform.get_device_name() if cuda else str(current_omni_platform.device_type)
+
+
+def device_memory_gib() -> float | None:
+    """All memory of the device, in GiB; None without one, where a rollout shares the machine's."""
+    import torch
+    from vllm_omni.platforms import current_omni_platform
+
+    if not current_omni_platform.is_cuda_alike():
+        return None
+    return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
+def _lora_rank(model: DiffusionModelConfig) -> int:
+    """Of ``model.lora_path``; 0 without one."""
+    if model.lora_path is None:
+        return 0
+    rank = read_lora_config(Path(model.lora_path)).get("r")
+    return int(integer(f"{model.KEY}.lora_path: r in {model.lora_path}/{LORA_CONFIG}", rank, low=1))
 
 
 def is_guided(request: RolloutRequest, adapter: type) -> bool:

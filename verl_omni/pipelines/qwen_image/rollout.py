@@ -5,10 +5,11 @@ Legend: B rows, S image tokens (2×2 latent patches), C packed channels, L text 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm_omni.diffusion.models.qwen_image import QwenImagePipeline
 
 from verl_omni.pipelines.hooks import Ids
@@ -16,6 +17,7 @@ from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.qwen_image.frame_decoder import FrameDecoder
+from verl_omni.pipelines.qwen_image.fused import fuse
 from verl_omni.pipelines.qwen_image.rules import QwenImageRules, refuse_distilled
 from verl_omni.pipelines.rows import TextBatch
 
@@ -33,6 +35,12 @@ class QwenImageRollout(QwenImageRules, VllmOmniPipelineBase, QwenImagePipeline):
         config = self.vae.config
         self._latents_mean = torch.tensor(config.latents_mean, device=self.device).view(-1, 1, 1, 1)
         self._latents_std = torch.tensor(config.latents_std, device=self.device).view(-1, 1, 1, 1)
+
+    def fuse(self) -> None:
+        fuse(self.transformer, self.od_config)
+
+    def compiled_beside(self) -> Sequence[nn.Module]:
+        return (self.frame_decoder,)
 
     def text_to_ids(self, text: str) -> tuple[Ids, ...]:
         return (tuple(self.tokenizer(self.prompt_template_encode.format(text)).input_ids),)

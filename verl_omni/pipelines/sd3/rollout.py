@@ -5,10 +5,11 @@ Legend: B rows, L text tokens (77 CLIP, then the T5 tokens padded to max_sequenc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
 from verl_omni.pipelines.hooks import Ids
@@ -16,6 +17,7 @@ from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
 from verl_omni.pipelines.rows import TextBatch
+from verl_omni.pipelines.sd3.fused import fuse
 from verl_omni.pipelines.sd3.rules import StableDiffusion3Rules
 
 
@@ -27,6 +29,12 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
     default_steps = 28
     default_text_length = 256
     text_limit = 512
+
+    def fuse(self) -> None:
+        fuse(self.transformer)
+
+    def compiled_beside(self) -> Sequence[nn.Module]:
+        return (self.vae.decoder,)
 
     def text_to_ids(self, text: str) -> tuple[Ids, ...]:
         clip = [

@@ -38,6 +38,8 @@ def settings_notes(settings: TrainSettings) -> Iterator[str]:
             f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={given} has no effect: the reference is computed "
             f"within the update, {ACTOR}.ppo_micro_batch_size_per_gpu={micro} samples at a time"
         )
+    if settings.actor_rollout_ref.rollout.merge_lora and settings.actor_rollout_ref.model.lora_rank == 0:
+        yield f"{ROLLOUT}.merge_lora has no effect: {MODEL}.lora_rank=0 trains all weights, without a LoRA"
 
 
 def _check_group(settings: TrainSettings) -> None:

@@ -199,6 +199,7 @@ async def _start_replicas(job: TrainingJob, pool: RayResourcePool) -> RolloutRep
         dtype=rollout.dtype,
         engine_kwargs=rollout.engine_options(),
         external_lib=rollout.external_lib,
+        merge_lora=rollout.merge_lora,
         colocated=job.colocated,
     )
     try:

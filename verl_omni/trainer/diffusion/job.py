@@ -76,7 +76,8 @@ class TrainingJob:
         _check_gpus(settings, device)
         prepare_process(device)
         first = training_groups(prompts.batch_at(1), rollout, step=1, negative_prompt=settings.data.negative_prompt)
-        setup = resolve_rollout(model, rollout, [request for group in first for request in group.requests])
+        requests = [request for group in first for request in group.requests]
+        setup = resolve_rollout(model, rollout, requests, trained_lora_rank=model.lora_rank)
         get_diffusion_loss_fn(settings.actor_rollout_ref.actor.diffusion_loss.loss_mode)
         get_diffusion_adv_estimator_fn(settings.algorithm.adv_estimator)
         return cls(

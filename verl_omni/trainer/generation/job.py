@@ -49,14 +49,15 @@ class GenerationJob:
         requests = make_requests(rows, rollout, negative_prompt=settings.data.negative_prompt)
         check_output_dir(settings.generation)
         setup = resolve_rollout(model, rollout, requests)
-        for note in _training_notes(model, rollout):
+        for note in _notes(model, rollout):
             logger.warning(note)
         return cls(settings=settings, requests=requests, plan=setup.plan, adapter=setup.adapter_path)
 
     async def run(self) -> bool:
         """Generate and write everything; whether all requests succeeded.
 
-        Raises :class:`ConfigError` if the LoRA does not fit the model, and what the engine raises at its start.
+        Raises :class:`ConfigError` if the LoRA does not fit the model or cannot be merged into it, and what the engine
+        raises at its start.
         """
         from tqdm import tqdm
 
@@ -71,6 +72,7 @@ class GenerationJob:
             dtype=rollout.dtype,
             executor=options.pop("distributed_executor_backend", None),
             engine_kwargs=options,
+            merge_lora=rollout.merge_lora,
         )
         results: dict[str, RolloutSample | RolloutError] = {}
         async with engine:
@@ -108,10 +110,12 @@ class GenerationJob:
         return not facts["failed"]
 
 
-def _training_notes(model: DiffusionModelConfig, rollout: DiffusionRolloutConfig) -> Iterator[str]:
-    """What is configured without effect, as nothing is trained here."""
+def _notes(model: DiffusionModelConfig, rollout: DiffusionRolloutConfig) -> Iterator[str]:
+    """What is configured without effect."""
     if rollout.val_kwargs != DiffusionSamplingConfig():
         yield "rollout.val_kwargs is for training's validation only; write rollout.n, .seed, .pipeline and .algo"
+    if rollout.merge_lora and model.lora_path is None:
+        yield f"{rollout.KEY}.merge_lora has no effect: {model.KEY}.lora_path names no LoRA"
     for config in (model, rollout):
         for name in config.TRAINING_KEYS:
             if getattr(config, name) != getattr(type(config), name):

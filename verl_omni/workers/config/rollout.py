@@ -52,6 +52,15 @@ MANAGED_KEYS = {
     "stage_id": None,
 }
 """Engine keys that rollouts set themselves → the key to write instead, if there is one."""
+UNMERGEABLE = (
+    "quantization",
+    "quantization_config",
+    "tensor_parallel_size",
+    "use_hsdp",
+    "enable_layerwise_offload",
+    "enable_distributed_layerwise_offload",
+)
+"""Keys of ``engine_kwargs.vllm_omni`` under which a layer's parameter is not its whole, plain weight."""
 MISSPELT = 0.85
 """Similarity from which an engine key counts as a misspelt one of `PLAN_KEYS`; high, as others look like them."""
 
@@ -171,6 +180,8 @@ class DiffusionRolloutConfig:
     """Base of the row seeds; null: unseeded, other images each time."""
     dtype: str = "bfloat16"
     """"bfloat16", "float16" or "float32"."""
+    merge_lora: bool = False
+    """Add the LoRA to the rollout's weights, rounded to `dtype`, instead of running it beside them, which is slower."""
     batching_mode: str | None = None
     """"step_wise", "request_level", "serial" or "auto"; null: as `step_execution` and `max_num_seqs` say."""
     step_execution: bool = False
@@ -178,7 +189,7 @@ class DiffusionRolloutConfig:
     max_num_seqs: int | None = None
     """Requests in a batch at most; may also stand in ``engine_kwargs.vllm_omni``. null: unset."""
     profile: str | None = None
-    """JSON file of a measured profile, which "auto" and an unset cap go by; null: none."""
+    """JSON file of a measured profile, or folder of such files, which "auto" and an unset cap go by; null: none."""
     external_lib: str | None = None
     """Module, or path of a .py file, that registers adapters, losses or advantage estimators when it is imported; null:
     none."""
@@ -210,6 +221,7 @@ class DiffusionRolloutConfig:
         self.seed = integer(f"{self.KEY}.seed", self.seed, low=0, null="unseeded rows")
         dtype = DTYPES.get(self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
         self.dtype = choice(f"{self.KEY}.dtype", dtype, tuple(DTYPES.values()))
+        self.merge_lora = flag(f"{self.KEY}.merge_lora", self.merge_lora)
         explicit = "what step_execution and max_num_seqs say"
         self.batching_mode = choice(f"{self.KEY}.batching_mode", self.batching_mode, BATCHING_MODES, null=explicit)
         self.step_execution = flag(f"{self.KEY}.step_execution", self.step_execution, null="false") or False
@@ -229,6 +241,13 @@ class DiffusionRolloutConfig:
         self.colocate = flag(f"{self.KEY}.colocate", self.colocate)
         self.start_timeout_s = number(f"{self.KEY}.start_timeout_s", self.start_timeout_s, above=0)
         self.engine_kwargs = {"vllm_omni": _engine_options(f"{self.KEY}.engine_kwargs", self.engine_kwargs)}
+        given = {key: self.vllm_omni.get(key) for key in UNMERGEABLE}
+        in_the_way = [f"{key}={value}" for key, value in given.items() if value not in (None, False, 1, "1")]
+        if self.merge_lora and in_the_way:
+            raise ConfigError(
+                f"{self.KEY}.merge_lora=true adds the LoRA to whole, plain weights, which there are none of with "
+                f"{self.KEY}.engine_kwargs.vllm_omni.{in_the_way[0]}; write {self.KEY}.merge_lora=false"
+            )
 
     @property
     def vllm_omni(self) -> dict[str, Any]:

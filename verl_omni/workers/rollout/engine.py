@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.config import ConfigError
 from verl_omni.workers.config.lora import is_lora_scale
 from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
@@ -47,9 +48,10 @@ class _Flight:
 class RolloutEngine:
     """A running engine. Made by :meth:`start`; to be closed, or used with ``async with``."""
 
-    def __init__(self, omni: Any, lora_key_map: Mapping[str, str]) -> None:
+    def __init__(self, omni: Any, lora_key_map: Mapping[str, str], merge_lora: bool = False) -> None:
         self._omni = omni
         self._lora_key_map = lora_key_map
+        self._merge_lora = merge_lora
         self._gate = PolicyGate()
         self._flights: dict[str, _Flight] = {}
         self._lora: Any = None
@@ -69,6 +71,7 @@ class RolloutEngine:
         executor: str | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
         lora_key_map: Mapping[str, str] | None = None,
+        merge_lora: bool = False,
     ) -> RolloutEngine:
         """Start an engine with exactly `plan`.
 
@@ -79,9 +82,10 @@ class RolloutEngine:
             executor: "uni" (worker in this process; the default for one device) or "mp" (worker processes).
             engine_kwargs: further arguments of the engine.
             lora_key_map: overrides the adapter's.
+            merge_lora: add each LoRA to the weights instead of running it beside them.
 
-        Raises ValueError if `engine_kwargs` contradict the plan or hold a key that the engine does not know; whatever
-        the engine raises if it does not come up.
+        Raises ValueError if `engine_kwargs` contradict the plan or hold a key that the engine does not know, or if no
+        LoRA can be merged into the model; whatever the engine raises if it does not come up.
         """
         arguments = engine_arguments(
             plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {}
@@ -92,8 +96,10 @@ class RolloutEngine:
         logger.info(plan.log_line())
         for note in plan.notes:
             logger.warning(note)
-        engine = cls(await asyncio.to_thread(launch, str(model_path), arguments), lora_key_map)
+        engine = cls(await asyncio.to_thread(launch, str(model_path), arguments), lora_key_map, merge_lora)
         try:
+            if merge_lora:
+                await engine._check_merging()
             await engine.stats(reset=True)  # forget the engine's warm-up request
         except BaseException:
             await engine.close()
@@ -152,6 +158,9 @@ class RolloutEngine:
         from vllm.lora.request import LoRARequest
 
         async with in_thread(staged_lora(adapter, self._lora_key_map)) as folder, self._change(version):
+            if self._merge_lora:  # it is in the weights then, and requests name none
+                await self._rpc("merge_lora", str(folder), scale)
+                return
             self._loras_loaded += 1
             lora = LoRARequest(f"policy-{self._loras_loaded}", self._loras_loaded, str(folder))
             await self._rpc("load_lora", lora)
@@ -160,6 +169,9 @@ class RolloutEngine:
     async def remove_lora(self) -> None:
         """Go back to the policy without LoRA."""
         async with self._change():
+            if self._merge_lora:
+                await self._rpc("unmerge_lora")
+                return
             await self._set_lora(None, 1.0)
 
     async def update_weights(
@@ -307,6 +319,12 @@ class RolloutEngine:
             self._check_open()
             self._check_awake()
             yield
+
+    async def _check_merging(self) -> None:
+        try:
+            await self._rpc("check_merging")
+        except RolloutError as error:
+            raise ConfigError(f"actor_rollout_ref.rollout.merge_lora=true: {error}") from error
 
     async def _set_lora(self, lora: Any, scale: float) -> None:
         old, self._lora, self._lora_scale = self._lora, lora, scale

@@ -14,6 +14,7 @@ from verl_omni.utils.environment import restored_environment
 from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import engine_keys
+from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend
 
 if TYPE_CHECKING:
     from verl_omni.workers.rollout.plan import RolloutPlan
@@ -24,6 +25,8 @@ _DEGREES = ("num_gpus", "_parallel_size", "_degree", "_tp_size", "hsdp_shard_siz
 """How the engine's options end that tell over how many devices something is spread."""
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables by which torch.distributed finds its group; the engine's worker sets them, under `uni` in this process."""
+_HOPPER = 9
+"""Major number of the compute capability of the H100 and H200."""
 _REQUEST_ERRORS = {
     "vllm_omni.diffusion.inline_stage_diffusion_client": ("Diffusion request %s failed",),
     "vllm_omni.diffusion.worker.diffusion_model_runner": (
@@ -80,6 +83,7 @@ def engine_arguments(
     defaults = {
         "enforce_eager": not torch.cuda.is_available(),
         "distributed_executor_backend": "uni" if _one_device(given) else "mp",
+        **_attention(given),
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
     return {**defaults, **given, **chosen, **ours}
@@ -112,6 +116,21 @@ def own_rendezvous() -> Iterator[None]:
         held.bind(("", 0))
         os.environ["MASTER_PORT"] = str(held.getsockname()[1])
         yield
+
+
+def _attention(options: Mapping[str, Any]) -> dict[str, str]:
+    """The attention backend to ask for where neither `options` nor the environment names one, as an engine option.
+
+    On Hopper that is cuDNN: of torch's own kernels it was the faster one, by a sixth with a mask over padded text
+    (docs/perf/rollout.md). Elsewhere the engine knows best.
+    """
+    from vllm.platforms import current_platform
+
+    if attention_backend(options) != DEFAULT_ATTENTION or not current_platform.is_cuda():
+        return {}
+    capability = current_platform.get_device_capability()  # asks the driver; no CUDA context is made in this process
+    hopper = capability is not None and capability.major == _HOPPER
+    return {"diffusion_attention_backend": "CUDNN_ATTN"} if hopper else {}
 
 
 def _one_device(options: Mapping[str, Any]) -> bool:

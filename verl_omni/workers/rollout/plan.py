@@ -5,35 +5,40 @@
    step-wise, and ``false`` under ``engine_kwargs.vllm_omni`` is not (``rollout.step_execution=false`` is the default
    and asks for nothing).
 2. ``batching_mode`` auto: of the modes that the adapter supports (and that an explicit ``step_execution`` leaves),
-   the one that a matching profile shows to be fastest. Modes within `TIE` of the fastest are tied. Tied, or not all
-   measured at this cap: step-wise before request-level before serial.
+   the one that a matching profile shows to be fastest, each at the cap at which it would run. Modes within `TIE` of
+   the fastest are tied. Tied, or not all batching modes measured at this cap: step-wise before request-level before
+   serial. Of two batching modes of which one fits the device's memory, the other is left out; memory alone makes no
+   run serial.
 3. ``batching_mode`` null: ``step_execution=true`` is step-wise; otherwise a cap above 1 is request-level, and a cap
    of 1 or none is serial. Where request-level is meant, an adapter with neither batching mode runs serially, with a
    note; one that batches only step-wise is an error, because what would batch it is one override away.
 
-The cap is ``max_num_seqs``, in ``rollout`` or in ``engine_kwargs.vllm_omni`` (two values: error). Unset, it is the
-smallest that a matching profile shows within `TIE` of the mode's plateau, else `DEFAULT_MAX_NUM_SEQS`. Serial has cap
-1.
+The cap is ``max_num_seqs``, in ``rollout`` or in ``engine_kwargs.vllm_omni`` (two values: error). Unset, it is what a
+matching profile shows to suit the mode, the memory and the trainer (the rule is told in ``measured.py``), else
+`DEFAULT_MAX_NUM_SEQS`. The trainer's log-prob micro-batch counts unless the dtype is float32, in which batch shapes
+hardly matter, or ``rows_per_forward`` is below it. Serial has cap 1.
 
-A profile matches if model, size, steps, CFG, dtype and device are those of the run. One that does not is not used,
-and the reason says so. What can't be is a :class:`PlanError`: what was asked, why it can't be, what to write instead.
+A profile matches if its key is that of the run (see ``profile_key.py``). One that does not is not used, and the reason
+says so. What can't be is a :class:`PlanError`: what was asked, why it can't be, what to write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.config.rollout import RolloutMode
-from verl_omni.workers.rollout.asked import ROLLOUT, Asked, PlanError
+from verl_omni.workers.rollout.asked import ENGINE, ROLLOUT, Asked, PlanError
+from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE, MeasuredRun, measured_run
 from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
+
+Measured = Mapping[RolloutMode, MeasuredRun]
+"""What a matching profile shows of each mode that it covers."""
 
 DEFAULT_MAX_NUM_SEQS = 16
 """Batching saturates near 8 rows at 512x512; twice that leaves room for smaller images."""
-TIE = 0.03
-"""Run-to-run noise of the measurements: what lies within it is no difference."""
 STEP_METHODS = ("prepare_encode", "denoise_step", "step_scheduler", "post_decode")
 """The methods that make an adapter step-wise."""
 
@@ -110,38 +115,67 @@ def resolve_plan(
     log_prob_micro_batch: int | None = None,
     *,
     key: ProfileKey | None = None,
+    memory_gib: float | None = None,
 ) -> RolloutPlan:
     """Decide by the rule at the head of this module.
 
     `log_prob_micro_batch` is the row count of the trainer's log-prob forward (None: the configured one). `key` tells
-    what the run is, to be compared with the profile's; without it, model, device and guidance are taken on trust.
+    what the run is, to be compared with the profile's; without it only size, steps and dtype are compared, and the rest
+    is taken on trust. `memory_gib` is what the device has, in GiB (None: unknown, everything fits).
 
     Raises :class:`PlanError`.
     """
     asked = Asked.read(rollout)
-    stale = ""
-    if profile is not None:
-        known = profile.key
-        key = key or ProfileKey.of(rollout, model=known.model, device=known.device, cfg=known.cfg)
-        if differences := profile.differences(key):
-            stale, profile = f"; the profile is stale and not used ({', '.join(differences)})", None
-    mode, reason = _mode(asked, capabilities, profile)
-    cap, cap_reason = _cap(asked, mode, profile)
-    concerned = asked.batching_mode == "auto" or (mode is not RolloutMode.SERIAL and asked.cap is None)
     micro = log_prob_micro_batch or rollout.log_prob_micro_batch_size_per_gpu
+    profile, stale = _matching(profile, key, rollout)
+    measured = _measured(profile, asked, micro if rollout.dtype != "float32" else None, memory_gib)
+    mode, reason = _mode(asked, capabilities, measured)
+    cap, cap_reason = _cap(asked, mode, measured)
+    concerned = asked.batching_mode == "auto" or (mode is not RolloutMode.SERIAL and asked.cap is None)
+    notes = [
+        *_notes(asked, mode, cap, reason, rollout.dtype, micro),
+        *_memory_notes(asked, measured.get(mode), memory_gib),
+    ]
     return RolloutPlan(
         mode=mode,
         max_num_seqs=cap,
         request_batch_max_wait_ms=asked.wait_ms,
         rows_per_forward=asked.rows,
         reason=reason + cap_reason + (stale if concerned else ""),
-        notes=tuple(_notes(asked, mode, cap, reason, rollout.dtype, micro)),
+        notes=tuple(notes),
     )
 
 
-def _mode(asked: Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+def _matching(
+    profile: RolloutProfile | None, key: ProfileKey | None, rollout: DiffusionRolloutConfig
+) -> tuple[RolloutProfile | None, str]:
+    """`profile` if it holds for the run; otherwise None, and the end of the reason that says why not."""
+    if profile is None:
+        return None, ""
+    differences = profile.key.differences(key or profile.key.with_request_shape(rollout))
+    if not differences:
+        return profile, ""
+    name = f"profile {profile.source}" if profile.source else "profile"
+    return None, f"; the {name} is stale and not used ({', '.join(differences)})"
+
+
+def _measured(
+    profile: RolloutProfile | None, asked: Asked, micro_batch: int | None, memory_gib: float | None
+) -> Measured:
+    if profile is None:
+        return {}
+    if micro_batch is not None and asked.rows is not None and asked.rows < micro_batch:
+        micro_batch = None  # no cap gives the forward so many rows
+    runs = (
+        (mode, measured_run(profile, mode, asked.cap, micro_batch=micro_batch, memory_gib=memory_gib))
+        for mode in RolloutMode
+    )
+    return {mode: run for mode, run in runs if run is not None}
+
+
+def _mode(asked: Asked, capabilities: AdapterCapabilities, measured: Measured) -> tuple[RolloutMode, str]:
     if asked.batching_mode == "auto":
-        return _auto(asked, capabilities, profile)
+        return _auto(asked, capabilities, measured)
     if asked.batching_mode is not None:
         mode = RolloutMode(asked.batching_mode)
         asked.check_agreement(mode)
@@ -173,7 +207,7 @@ def _check_support(asked: Asked, mode: RolloutMode, wanted: str, capabilities: A
     raise PlanError(f"{wanted} can't be: {capabilities.name} {lack}", asked.overrides_to(capabilities.modes[0]))
 
 
-def _auto(asked: Asked, capabilities: AdapterCapabilities, profile: RolloutProfile | None) -> tuple[RolloutMode, str]:
+def _auto(asked: Asked, capabilities: AdapterCapabilities, measured: Measured) -> tuple[RolloutMode, str]:
     modes = capabilities.modes
     if asked.step:
         _check_support(asked, RolloutMode.STEP_WISE, "step_execution=true", capabilities)
@@ -183,35 +217,35 @@ def _auto(asked: Asked, capabilities: AdapterCapabilities, profile: RolloutProfi
     if modes == (RolloutMode.SERIAL,):
         left = "" if asked.step is None else " that step_execution=false leaves"
         return RolloutMode.SERIAL, f"auto: {capabilities.name} supports no batching mode{left}"
-    rates = {mode: rate for mode in modes if (rate := _rate(profile, mode, asked.cap)) is not None}
-    if any(mode not in rates for mode in modes if mode is not RolloutMode.SERIAL):
-        where = "" if profile is None or asked.cap is None else f" at max_num_seqs={asked.cap}"
+    batching = [mode for mode in modes if mode is not RolloutMode.SERIAL]
+    if any(mode not in measured for mode in batching):
+        where = "" if asked.cap is None else f" at max_num_seqs={asked.cap}"
         return modes[0], f"auto: not measured{where}, {modes[0].value} is preferred"
-    best = max(rates.values())
-    tied = [mode for mode in modes if rates.get(mode, 0.0) >= (1 - TIE) * best]
-    measured = ", ".join(f"{mode.value} {rate:.4g} images/s" for mode, rate in rates.items())
+    return _fastest({mode: measured[mode] for mode in modes if mode in measured})
+
+
+def _fastest(runs: Measured) -> tuple[RolloutMode, str]:
+    """The fastest of `runs`, the preferred ones first, and why."""
+    too_large = [mode for mode, run in runs.items() if not run.fits and mode is not RolloutMode.SERIAL]
+    if len(too_large) == len(runs.keys() - {RolloutMode.SERIAL}):
+        too_large = []
+    rates = {mode: run.point.images_per_s for mode, run in runs.items() if mode not in too_large}
+    tied = [mode for mode, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
+    shown = [f"{mode.value} {rate:.4g} images/s" for mode, rate in rates.items()]
+    shown += [f"{mode.value} does not fit the device's memory" for mode in too_large]
     verdict = f"tied within {TIE:.0%}, {tied[0].value} is preferred" if len(tied) > 1 else f"{tied[0].value} is fastest"
-    return tied[0], f"auto: measured {measured}: {verdict}"
+    return tied[0], f"auto: measured {', '.join(shown)}: {verdict}"
 
 
-def _rate(profile: RolloutProfile | None, mode: RolloutMode, cap: int | None) -> float | None:
-    """Measured images a second of `mode` at `cap` (None: at its best cap), or None."""
-    rates = profile.rates(mode.value) if profile is not None else {}
-    if not rates:
-        return None
-    return rates.get(cap) if cap is not None and mode is not RolloutMode.SERIAL else max(rates.values())
-
-
-def _cap(asked: Asked, mode: RolloutMode, profile: RolloutProfile | None) -> tuple[int, str]:
+def _cap(asked: Asked, mode: RolloutMode, measured: Measured) -> tuple[int, str]:
     if mode is RolloutMode.SERIAL:
         return 1, ""
     if asked.cap is not None:
         return asked.cap, ""
-    rates = profile.rates(mode.value) if profile is not None else {}
-    if not rates:
+    if mode not in measured:
         return DEFAULT_MAX_NUM_SEQS, f"; max_num_seqs is unset, {DEFAULT_MAX_NUM_SEQS} is the default"
-    cap = min(cap for cap, rate in rates.items() if rate >= (1 - TIE) * max(rates.values()))
-    return cap, f"; max_num_seqs is unset, {cap} is the smallest measured within {TIE:.0%} of the plateau"
+    cap = measured[mode].point.max_num_seqs
+    return cap, f"; max_num_seqs is unset, {cap} is {measured[mode].why}"
 
 
 def _notes(asked: Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, micro: int | None) -> Iterable[str]:
@@ -228,3 +262,14 @@ def _notes(asked: Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, m
             "at other batch shapes, and a clip ratio can be as small as 1e-5; check the first step's ratio, or write "
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={rows}"
         )
+
+
+def _memory_notes(asked: Asked, run: MeasuredRun | None, memory_gib: float | None) -> Iterable[str]:
+    if run is None or run.fits or run.point.mode == RolloutMode.SERIAL:
+        return
+    yield (
+        ("no measured cap fits the device's memory: " if asked.cap is None else "")
+        + f"at max_num_seqs={run.point.max_num_seqs} a peak of {run.point.peak_memory_gib:.4g} GiB was measured, above "
+        f"{MEMORY_SHARE:.0%} of the device's {memory_gib:.4g} GiB; write a smaller {ROLLOUT}.max_num_seqs or "
+        f"{ENGINE}.rows_per_forward"
+    )

@@ -47,6 +47,8 @@ class ServerSettings:
     """Further arguments of the engine."""
     external_lib: str | None = None
     """Module, or path of a .py file, that registers adapters; imported before the engine starts."""
+    merge_lora: bool = False
+    """Add each LoRA to the weights instead of running it beside them."""
     colocated: bool = False
     """The server shares its devices with a training process: on a GPU the engine is started so that it can sleep."""
 
@@ -85,6 +87,7 @@ class RolloutServer:
             adapter=settings.adapter,
             dtype=settings.dtype,
             engine_kwargs=_engine_kwargs(settings),
+            merge_lora=settings.merge_lora,
         )
         return _node()
 

@@ -1,0 +1,69 @@
+"""Fused parts of transformer blocks against float64 formulas and against the stock modules they stand in for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl_omni.pipelines.fused.join_qkv import Rotation, join_qkv
+from verl_omni.pipelines.fused.linear_gelu import linear_gelu
+
+EPS = 1e-6
+
+
+def angles(tokens: int, width: int) -> Tensor:
+    return torch.polar(torch.ones(tokens, width // 2), torch.rand(tokens, width // 2) * 6)
+
+
+def exact(packed: Tensor, part: int, weight: Tensor | None, turn: Tensor | None, heads: int) -> Tensor:
+    """Part `part` of packed projections [B, N, 3·H·D] as [B, N, H, D] float64, normed with `weight`, times `turn`."""
+    x = packed.double().unflatten(-1, (3, heads, -1))[:, :, part]
+    if weight is not None:
+        x = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    if turn is not None:
+        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn[:, None]).flatten(-2)
+    return x
+
+
+@given(
+    batch=st.integers(1, 3),
+    text=st.integers(0, 4),
+    image=st.integers(1, 5),
+    heads=st.integers(1, 3),
+    width=st.sampled_from([2, 4, 8]),
+    rotate=st.booleans(),
+)
+def test_joined_projections_are_those_of_the_formula(batch, text, image, heads, width, rotate):
+    torch.manual_seed(batch + 10 * text)
+    packed = [torch.randn(batch, tokens, 3 * heads * width) for tokens in (text, image)]
+    weights = [torch.rand(width) + 0.5 for _ in range(4)]
+    turns = [angles(tokens, width) for tokens in (text, image)] if rotate else [None, None]
+    rotation = Rotation.of(*turns) if rotate else None
+    joined = join_qkv(packed[0] if text else None, packed[1], tuple(weights), rotation, heads=heads, eps=EPS)
+    for part, result in enumerate(joined):
+        streams = [
+            exact(packed[i], part, None if part == 2 else weights[2 * i + part], None if part == 2 else turns[i], heads)
+            for i in range(2)
+        ]
+        torch.testing.assert_close(result.double(), torch.cat(streams, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_layer_with_its_gelu_is_that_of_the_formula():
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
+    y = x.double() @ weight.double().T + bias.double()
+    exact = 0.5 * y * (1 + (math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)).tanh())
+    torch.testing.assert_close(linear_gelu(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_operators_tell_the_compiler_their_shapes_and_strides():
+    torch.manual_seed(0)
+    torch.library.opcheck(linear_gelu, (torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)))
+    packed = [torch.randn(2, tokens, 3 * 2 * 4) for tokens in (3, 5)]
+    weights = [torch.rand(4) for _ in range(4)]
+    for angle in (None, torch.rand(8, 2)):
+        torch.library.opcheck(torch.ops.verl_omni.join_qkv.default, (*packed, *weights, angle, angle, 2, EPS))

@@ -1,0 +1,251 @@
+"""Device memory: what a row of a forward takes, what is free, and what happens when that was not enough.
+
+**Forecast.** Where the plan gives no ``rows_per_forward``, the rows of a batch share one transformer forward if they
+fit into the free memory by :func:`block_bytes`. If not, a forward takes a power of two of them: shapes are few, and a
+little more or less free memory changes nothing.
+
+**Error.** A forecast can be wrong, and other processes take memory too. What runs out of memory runs again in halves,
+down to one row, and what comes after starts with the smaller number (:class:`RowLimit`). Forwards and decodes draw no
+random numbers, so the rows come out as they would have.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import psutil
+import torch
+
+from verl_omni.pipelines.params import RequestError
+from verl_omni.pipelines.rows import rollout_of
+
+if TYPE_CHECKING:
+    from vllm_omni.diffusion.worker.utils import StepRequestState
+
+logger = logging.getLogger(__name__)
+
+SAFETY_SHARE = 0.1
+"""Of the free memory, what no forecast may take: gaps between blocks that the allocator cannot use, and workspaces of
+matrix products and attention."""
+STEP_LATENTS = 8
+"""Float32 tensors of the size of all latents that are alive in a step at its peak: before and after, both velocities
+of guidance and its temporaries, mean, and noise."""
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""What errors other than torch.OutOfMemoryError say: torch's on a CPU (Linux, Windows), the CUDA driver's, and those of
+its libraries."""
+
+
+def block_bytes(*, width: int, feed_forward: int, tokens: int, element_bytes: int) -> int:
+    """Most bytes that the activations of one row take in a dual-stream DiT that is not compiled.
+
+    `width` is that of a token, `feed_forward` that of the MLP's hidden layer, `tokens` those of image and text.
+    A block leaves nothing behind but the two residual streams, so a deep model takes no more than one block. Counted in
+    tensors of one `width` a token, there are alive
+
+    - in attention 15: the residual streams (1) and their modulated form (1), the packed product of q, k and v (3), q
+      and k normed and rotated (2), q, k and v of both streams joined (3), for the kernel under a text mask the valid
+      tokens of q, k, v and of the output (4), and the output (1).
+    - in the MLP 5, and 3 of `feed_forward`: the residual streams as they came, which the caller holds, and after
+      attention (2), both modulated forms (2), the output of attention (1); the hidden layer as a matrix product, the
+      LoRA's, and their sum (3), then before and after the activation (2).
+
+    A compiled block holds less, as does one without LoRA or mask: down to about half. Not counted are modulation
+    ([B, width]), rotary tables, and scores of an attention kernel that writes them out.
+    """
+    return tokens * element_bytes * max(15 * width, 5 * width + 3 * feed_forward)
+
+
+def rows_that_fit(rows: int, *, row_cost: int, available: float) -> int:
+    """`rows` if they all fit into `available` at `row_cost` each; else the power of two that does, at least 1."""
+    if rows * row_cost <= available:
+        return rows
+    return 1 << max(0, int(available // row_cost).bit_length() - 1) if available > 0 else 1
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on `device`.
+
+    On a CUDA device: what the driver has left, and what torch has taken from it and not handed out. On a CPU: what the
+    machine has available, and the container, if it has a limit.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    contained = container_memory()
+    available = int(psutil.virtual_memory().available)
+    return available if contained is None else min(available, contained)
+
+
+def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes left under the memory limit of this container (cgroup version 2 or 1); None if there is no limit.
+
+    File pages that can be dropped count as left: a checkpoint that has just been read leaves many.
+    """
+    versions = [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")]
+    for limit, used in versions:
+        try:
+            left = int((root / limit).read_text()) - int((root / used).read_text())
+            stat = (root / limit).with_name("memory.stat").read_text()
+        except (OSError, ValueError):  # not this version; or "max"
+            continue
+        return left + int(dict(line.split() for line in stat.splitlines()).get("inactive_file", 0))
+    return None
+
+
+def kept_bytes(states: Sequence[StepRequestState]) -> int:
+    """Bytes that the rows of `states` come to take beside a forward: texts, latents of a step, latents recorded."""
+    rollouts = [rollout_of(state) for state in states]
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    windows = [row.window for row in rows if row.record]
+    # A recorded tensor is that of the whole batch, which stays while any of its rows needs it.
+    recorded = max(stop for _, stop in windows) - min(start for start, _ in windows) + 1 if windows else 0
+    latents = states[0].latents[0].numel() * torch.float32.itemsize * (STEP_LATENTS + recorded)
+    text = sum(
+        max((sum(tensor.nbytes for tensor in prompt.values()) for prompt in side if prompt is not None), default=0)
+        for side in ([rollout.cond for rollout in rollouts], [rollout.uncond for rollout in rollouts])
+    )
+    return len(rows) * (latents + text)
+
+
+def forecast_rows(
+    states: Sequence[StepRequestState],
+    row_bytes: Callable[[int], int],
+    *,
+    most: float,
+    device: torch.device,
+    devices: int,
+) -> int:
+    """Rows of prepared `states` that may share a transformer forward.
+
+    `row_bytes` gives the bytes of one row by its text tokens, `most` bounds the bytes of a forward, `devices` are those
+    of the engine. The free memory is asked for once, and not at all for a single row.
+    """
+    rollouts = [rollout_of(state) for state in states]
+    rows = sum(len(rollout.rows) for rollout in rollouts)
+    if rows == 1:
+        return 1
+    texts = [text["prompt_embeds"] for r in rollouts for text in (r.cond, r.uncond) if text is not None]
+    available = min((1 - SAFETY_SHARE) * free_memory(device) - kept_bytes(states), most)
+    if devices > 1:  # they run each forward together, so they must split alike
+        least = torch.tensor(available, dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        available = least.item()
+    return rows_that_fit(rows, row_cost=row_bytes(max(map(len, texts))), available=available)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that an allocation failed."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
+class Part(Protocol):
+    """Rows that run together: a forward, or a tensor of rows."""
+
+    def __len__(self) -> int: ...
+
+    def split(self, rows: int, /) -> Sequence[Any]:
+        """The same in parts of `rows` rows."""
+
+
+P = TypeVar("P", bound=Part)
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class RowLimit:
+    """What may run at once by the errors so far, and the rule for what runs out of memory: again, in halves.
+
+    A row counts by its cost, in a unit that grows with the memory it takes: what large images taught binds small ones
+    no more than it should.
+    """
+
+    name: str
+    """What runs."""
+    setting: str
+    """What to write to start with a limit; {rows} stands for it."""
+    remedy: str
+    """What to ask for instead if not even one row fits."""
+    device: torch.device
+    on_halving: Callable[[], None]
+    most: float = math.inf
+    """Cost of what may run at once."""
+
+    def forget(self) -> None:
+        """Start anew: the memory may be another one."""
+        self.most = math.inf
+
+    def run(
+        self, parts: Iterable[P], run: Callable[[P], T], *, cost: Callable[[P], int], told: Callable[[P], str]
+    ) -> list[tuple[P, T]]:
+        """Results of `run` for `parts`, in order, each beside the part that it belongs to.
+
+        A part above the limit is split first. One that runs out of memory is repeated in halves, and it alone; the
+        smaller number is the limit from then on. `cost` gives the cost of one row of a part, `told` what its rows are.
+
+        Raises :class:`RequestError` where one row alone runs out of memory, and what `run` raises otherwise.
+        """
+        waiting, done = deque(parts), []
+        while waiting:
+            part = waiting.popleft()
+            rows = rows_that_fit(len(part), row_cost=cost(part), available=self.most)
+            if rows < len(part):
+                waiting.extendleft(reversed(part.split(rows)))
+                continue
+            try:
+                done.append((part, run(part)))
+                continue
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+            # The error is gone by now, and with it its traceback, which held the tensors of what failed.
+            self._halve(len(part), cost(part), told(part), reason)
+            waiting.appendleft(part)
+        return done
+
+    def _halve(self, rows: int, cost: int, told: str, reason: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if rows == 1:
+            raise RequestError(
+                f"{self.name} ran out of memory over one row alone ({told}): ask for {self.remedy}, "
+                f"or use a device with more memory; {reason}"
+            )
+        self.most = (rows + 1) // 2 * cost
+        half = rows_that_fit(rows, row_cost=cost, available=self.most)
+        self.on_halving()
+        logger.warning(
+            "%s ran out of memory over %d rows (%s) and is repeated with %d at a time, as is what follows; "
+            "write %s to start with that: %s",
+            self.name, rows, told, half, self.setting.format(rows=half), reason,
+        )  # fmt: skip
+
+
+def forward_limit(device: torch.device, on_halving: Callable[[], None]) -> RowLimit:
+    """The limit of transformer forwards; cost in bytes."""
+    return RowLimit(
+        name="a transformer forward",
+        setting="rollout.engine_kwargs.vllm_omni.rows_per_forward={rows}",
+        remedy="a smaller height and width or a shorter prompt",
+        device=device,
+        on_halving=on_halving,
+    )
+
+
+def decode_limit(device: torch.device, on_halving: Callable[[], None]) -> RowLimit:
+    """The limit of the VAE's decodes; cost in pixels."""
+    return RowLimit(
+        name="decoding",
+        setting="decode_rows = {rows} in a subclass of the adapter",
+        remedy="a smaller height and width or output_type=latent, or start with engine_kwargs.vllm_omni.vae_use_tiling",
+        device=device,
+        on_halving=on_halving,
+    )

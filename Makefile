@@ -12,6 +12,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4
 STAMP := .venv/.installed
 TINY := .cache/tiny/qwen_image
 ROLLOUT := outputs/rollout
+BENCH := --tiny qwen_image --caps 16 --requests 16 --text 7 --negative-text 1 --warmup 2 --repeats 9 --rounds 3
 
 # Nothing here needs the network once installed, and no figures of a run are sent anywhere.
 export HF_HUB_OFFLINE := 1
@@ -64,8 +65,8 @@ format: $(STAMP)  ## bring the code into style
 docs: $(STAMP)  ## build the docs into site/; a broken link fails
 	$(BIN)/mkdocs build --strict
 
-bench: $(STAMP)  ## measure the three modes on this machine
-	$(BIN)/python benchmarks/run_cpu.py
+bench: $(STAMP)  ## measure the three modes on this machine; fails if batching gains less than it did
+	$(BIN)/python -m verl_omni.bench $(BENCH) --baseline benchmarks/cpu_modes.json --out outputs/bench/cpu_modes.json
 
 clean:  ## remove what running, testing and building left
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist outputs site verl_omni.egg-info

@@ -8,14 +8,22 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import BATCHING, DOCS, ROOT, block, commands
+from tests.docs.pages import DOCS, ROOT, blocks, commands
+from verl_omni.bench.arguments import parse
+from verl_omni.bench.plot import save_plot
+from verl_omni.bench.report import gaps, speed, stages
 
 MODELS = {"qwen_image": "Qwen-Image", "sd3": "SD3.5"}
+PERF = DOCS / "perf/rollout.md"
+PUBLISHED = {"qwen_image": ("32×16", 512, "226.4 s → 107.9 s (−52 %)"), "sd3": ("8×8", 64, "25.4 s → 22.3 s (−12 %)")}
+"""Prompts × images of a step, images, and seconds serial → batched as published for these recipes."""
 
 
 def record(name: str) -> dict[str, Any]:
@@ -23,15 +31,16 @@ def record(name: str) -> dict[str, Any]:
     return content
 
 
-CPU = record("cpu_modes.json")
 CPU_TRAINING, GPU_TRAINING = record("cpu_training.json"), record("gpu_training.json")
-GPU = [record(f"gpu_{family}.json") for family in MODELS]
 
 
-def section() -> str:
-    """The section, without its heading."""
-    (found,) = re.findall(r"^## What was measured\n(.*?)^## ", BATCHING.read_text(), re.MULTILINE | re.DOTALL)
-    return str(found)
+def bench_records() -> dict[str, dict[str, Any]]:
+    """File name → record of ``python -m verl_omni.bench``."""
+    names = sorted(path.name for path in (ROOT / "benchmarks").glob("*.json"))
+    return {name: found for name in names if "rows" in (found := record(name))}
+
+
+RECORDS = bench_records()
 
 
 def markdown(*rows: Sequence[str]) -> str:
@@ -39,68 +48,76 @@ def markdown(*rows: Sequence[str]) -> str:
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
-def spread(images: int, seconds: Sequence[float]) -> str:
-    """Images a second of the slowest and of the fastest repeat."""
-    return f"{images / max(seconds):.3g}–{images / min(seconds):.3g}"
+def section(name: str) -> str:
+    """The part of the page, from one heading to the next, that names this record."""
+    parts = re.split(r"^#+ .*$", PERF.read_text(), flags=re.MULTILINE)
+    found = [part for part in parts if f"`benchmarks/{name}`" in part]
+    assert len(found) < 2, f"{PERF.name} has several sections on {name}"
+    return found[0] if found else ""
 
 
-def cpu_table() -> str:
-    head = ("mode", "cap", "images/s", "slowest–fastest repeat", "times serial")
-    rows = [
-        (
-            row["mode"],
-            str(row["max_num_seqs"]),
-            f"{row['images_per_s']:.3g}",
-            spread(CPU["workload"]["requests"], row["all"]),
-            f"{row['times_serial']:.1f}",
-        )
-        for row in CPU["rows"]
-    ]
-    return markdown(head, *rows)
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_page_shows_each_record_with_the_command_that_made_it(name: str):
+    measured = RECORDS[name]
+    rows = [row for row in measured["rows"] if "error" not in row]
+    tables = [markdown(*cells) for cells in (speed(rows), stages(rows), gaps(rows)) if len(cells) > 1]
+    where = f"`benchmarks/{name}`: {measured['device']}, attention backend {measured['attention']}."
+    command = shown_command(measured)
+    missing = [part for part in (*tables, where, command) if part not in section(name)]
+    if missing:
+        together = "\n\n".join([f"```bash\n{command}\n```", where, *tables])
+        pytest.fail(f"paste into a section of {PERF.name}:\n\n{together}", pytrace=False)
 
 
-def gpu_table() -> str:
-    head = ("model", "mode", "cap", "images/s", "slowest–fastest repeat", "share of the peak", "memory")
-    rows = [
-        (
-            MODELS[measured["workload"]["family"]],
-            row["mode"],
-            str(row["max_num_seqs"]),
-            f"{row['images_per_s']:.3g}",
-            spread(row["max_num_seqs"], row["seconds"]),
-            f"{row['share_of_peak']:.0%}",
-            f"{row['peak_memory_gib']:.0f} GiB",
-        )
-        for measured in GPU
-        for row in measured["rows"]
-    ]
-    return markdown(head, *rows)
+def shown_command(measured: dict[str, Any]) -> str:
+    """The command of a record, on lines that fit the page."""
+    lines = textwrap.wrap(measured["command"], width=110, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines)
 
 
-@pytest.mark.parametrize("expected", [cpu_table(), gpu_table()], ids=["cpu", "gpu"])
-def test_the_tables_show_the_records(expected: str):
-    if expected not in section():
-        pytest.fail(f"paste into {BATCHING.name}, What was measured:\n{expected}", pytrace=False)
+@pytest.mark.parametrize("name", [name for name in RECORDS if f"({name[:-5]}.svg)" in PERF.read_text()])
+def test_a_plot_is_that_of_its_record(name: str, tmp_path: Path):
+    save_plot(RECORDS[name], tmp_path / "plot.svg")
+    plot = PERF.with_name(f"{name[:-5]}.svg")
+    assert (tmp_path / "plot.svg").read_text() == plot.read_text(), f"write it anew: save_plot({name}, {plot})"
 
 
-def test_the_workloads_and_machines_are_those_of_the_records():
-    text = " ".join(section().split())
-    load = CPU["workload"]
-    assert f"({CPU['device']})" in text
-    assert f"{load['requests']} requests at {load['size']}×{load['size']}" in text
-    assert f"{load['steps']} steps, {load['rounds']} rounds of {load['repeats']} repeats" in text
-    for measured in GPU:
-        size = measured["workload"]["size"]
-        assert f"one {measured['device']} " in text
-        assert f"attention backend {measured['attention']}" in text
-        assert f"{MODELS[measured['workload']['family']]} at {size}×{size}" in text
-        assert not measured["workload"]["eager"] and "compiled" in text
+def test_every_command_of_the_bench_in_the_docs_can_be_given():
+    shown = [command for found in blocks(language="bash") for command in commands(found.text)]
+    bench = [command for command in shown if command[1:3] == ["-m", "verl_omni.bench"]]
+    assert bench
+    for command in bench:
+        parse(command[3:], "")
 
 
-def test_the_commands_are_those_that_made_the_records():
-    shown = [" ".join(command) for command in commands(block(BATCHING, "bash", "benchmarks/run_gpu.py"))]
-    assert shown == ["make bench", *(measured["command"] for measured in GPU)]
-    assert "benchmarks/run_cpu.py" in CPU["command"]
+def test_make_bench_repeats_the_record_that_it_compares_with():
+    makefile = (ROOT / "Makefile").read_text()
+    (settings,) = re.findall(r"^BENCH := (.*)$", makefile, re.MULTILINE)
+    assert f"verl_omni.bench {settings} --out" in RECORDS["cpu_modes.json"]["command"]
+    assert "$(BENCH) --baseline benchmarks/cpu_modes.json" in makefile
+
+
+def recipe_table() -> str:
+    """Seconds of the images of one training step, serial and batched; empty without a GPU record with serial rows."""
+    lines = []
+    for measured in RECORDS.values():
+        family = measured["workload"]["model"].removeprefix("random ")
+        rows = [row for row in measured["rows"] if "times_serial" in row and row["arrivals"] == "burst"]
+        if family in PUBLISHED and rows:
+            recipe, images, published = PUBLISHED[family]
+            for row in rows:
+                change = "" if row["mode"] == "serial" else f"{100 / row['times_serial'] - 100:.0f} %".replace("-", "−")
+                seconds = f"{images / row['images_per_s']:.1f} s"
+                lines.append(
+                    (MODELS[family], recipe, row["mode"], str(row["max_num_seqs"]), seconds, change, published)
+                )
+    head = ("model", "prompts × images", "mode", "cap", "seconds", "against serial", "published")
+    return markdown(head, *lines) if lines else ""
+
+
+def test_the_page_shows_the_seconds_of_a_step_of_each_recipe():
+    if recipe_table() not in PERF.read_text():
+        pytest.fail(f"paste into {PERF.name}:\n{recipe_table()}", pytrace=False)
 
 
 def cpu_training_table() -> str:

@@ -26,18 +26,18 @@ from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
 from verl_omni.pipelines.compiling import compile_modules
-from verl_omni.pipelines.diffusion_rollout_output import rollout_output
 from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.memory import decode_limit, forecast_rows, forward_limit
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
-from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptCache, PromptEmbeds
+from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
 from verl_omni.pipelines.schedule import StepTables
 from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.pipelines.training import DiffusionModelBase
+from verl_omni.pipelines.transfer import HostCopies, finished_output, results_to_host
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
@@ -60,6 +60,7 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         self._graphs_before = _compiled_graphs()
         self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
         self._prompts = PromptCache()
+        self._host_copies = HostCopies()
         self._batch: RowBatch | None = None
         self._tokenize = functools.lru_cache(maxsize=4096)(self.text_to_ids)
         self._tables = StepTables(self.schedule)
@@ -134,6 +135,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         if ending:
             with self.clock.stage("decode"):
                 make_media(ending, self.decode, self.decode_rows, self._decodes)
+            with self.clock.stage("transfer"):
+                results_to_host([rollout_of(state) for state in ending])
         if len(ending) == len(states):
             self._batch = None  # nobody comes back to it, and it holds whole-batch tensors
         return velocity
@@ -159,8 +162,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
             raise FloatingPointError(
                 "the latents became NaN or infinite while denoising; lower noise_level, or check weights and dtype"
             )
-        with _told(state):
-            return _output(rollout)
+        with _told(state), self.clock.stage("transfer"):
+            return finished_output(rollout, self._host_copies)
 
     def forward(self, req: OmniDiffusionRequest | DiffusionRequestBatch) -> list[DiffusionOutput]:
         """Drive the lifecycle over whole requests: one output a request, in order; errors stay with their request."""
@@ -345,23 +348,3 @@ def _compiled_graphs() -> int:
     """Graphs that torch.compile has made in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: then nothing was compiled
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
-
-
-def _output(rollout: Rollout) -> DiffusionOutput:
-    embeddings = dict(rollout.cond)
-    if rollout.uncond is not None:
-        embeddings |= {f"{NEGATIVE}{name}": tensor for name, tensor in rollout.uncond.items()}
-    trajectories = [trajectory for row in rollout.rows if (trajectory := row.trajectory()) is not None]
-    latents, log_probs, timesteps = map(torch.stack, zip(*trajectories, strict=True)) if trajectories else (None,) * 3
-    return rollout_output(
-        media=rollout.media,
-        trajectory_latents=latents,
-        trajectory_log_probs=log_probs,
-        trajectory_timesteps=timesteps,
-        prompt_embeddings=embeddings,
-        rl={
-            "sde_window": [list(row.window) for row in rollout.rows],
-            "true_cfg": rollout.uncond is not None,
-            "seed": rollout.params.seed,
-        },
-    )

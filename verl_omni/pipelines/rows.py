@@ -192,10 +192,15 @@ class RowBatch:
         """[B] float32 in 0–1000, at full precision."""
         return self._now()[0]
 
+    @property
+    def coefficients(self) -> StepCoefficients:
+        """Of each row's next step, [B] float32 each."""
+        return StepCoefficients(*self._now()[1:])
+
     def advance(self, velocity: Tensor) -> None:
         """Take one step for every row with `velocity` [B, ...], record it, and hand each request its next latents."""
         active = [i for i, (row, step) in enumerate(zip(self.rows, self._steps, strict=True)) if row.stochastic[step]]
-        step = sde_step(self.latents, velocity, StepCoefficients(*self._now()[1:]), noise=self._noise(active))
+        step = sde_step(self.latents, velocity, self.coefficients, noise=self._noise(active))
         self._record(active, step)
         for state, (start, stop) in zip(self.states, self.spans, strict=True):
             rollout_of(state).next_latents = step.next_latents[start:stop]

@@ -8,7 +8,7 @@ and one that is too narrow is bound in part. All end as the old policy, or half 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,19 @@ from safetensors import safe_open
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm_omni.diffusion.forward_context import set_forward_context
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.diffusion.worker.utils import StepRequestState
 
 from verl_omni.pipelines.host_syncs import HostSyncs
 from verl_omni.pipelines.merged_lora import LoraSlot, MergedLora, check_mergeable, read_parts
+from verl_omni.pipelines.rescore import rescore
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
+    from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 TRANSFORMER = "transformer."
 _LORA_SLOTS = 2
@@ -122,6 +126,20 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             self._host_syncs.start()
             return {}
         return self._host_syncs.stop()
+
+    @torch.inference_mode()
+    def rescore(
+        self, requests: Sequence[tuple[Any, OmniDiffusionSamplingParams]], latents: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        """Log-probs of recorded trajectories, see :func:`~verl_omni.pipelines.rescore.rescore`; a LoRA beside the
+        weights does not take part.
+
+        `requests`: prompt and sampling parameters as the engine takes them.
+        """
+        runner = self.model_runner
+        states = [StepRequestState(request_id=str(i), prompt=p, sampling=s) for i, (p, s) in enumerate(requests)]
+        with set_forward_context(vllm_config=runner.vllm_config, omni_diffusion_config=runner.od_config):
+            return rescore(runner.pipeline, states, latents, rows=rows)
 
 
 def check_sleep_mode(device: torch.device, enabled: bool) -> None:

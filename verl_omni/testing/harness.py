@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_omni.algorithms.flow_sde import StepCoefficients, sde_step
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+from verl_omni.pipelines.rescore import step_log_probs
 from verl_omni.pipelines.rows import rollout_of
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
@@ -142,11 +142,6 @@ class AdapterEngine:
         for i, row in enumerate(rollout_of(state).rows):
             recorded = [step for step, drawn in enumerate(row.stochastic) if drawn]
             for k, step in enumerate(recorded):
-                state.latents = latents[:, k].to(self.pipeline.device)
                 state.step_index = step
-                velocity = self.pipeline.guided_velocity(self.pipeline.gather([state]))[i : i + 1]
-                coefficients = StepCoefficients(*row.table[step, 1:].to(velocity.device)[:, None])
-                taken = latents[i : i + 1, k + 1].to(velocity.device)
-                step_taken = sde_step(state.latents[i : i + 1], velocity, coefficients, next_latents=taken)
-                log_probs.append(step_taken.log_prob)
-        return torch.cat(log_probs).view(latents.shape[0], -1).cpu()
+                log_probs.append(step_log_probs(self.pipeline, [state], latents[:, k], latents[:, k + 1])[i])
+        return torch.stack(log_probs).view(latents.shape[0], -1).cpu()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
+from verl_omni.pipelines.graphed import GraphedEncoder
 from verl_omni.pipelines.hooks import Ids
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
@@ -30,6 +31,15 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
     default_text_length = 256
     text_limit = 512
 
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        compiled = self.device.type == "cuda" and not self.od_config.enforce_eager
+        self._encoders = GraphedEncoder(self._encode, enabled=compiled)
+
+    def release(self) -> None:
+        super().release()
+        self._encoders.clear()
+
     def fuse(self) -> None:
         fuse(self.transformer)
 
@@ -44,25 +54,26 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
         return (*clip, tuple(self.tokenizer_3(text).input_ids))
 
     def encode(self, ids: tuple[Ids, ...], max_sequence_length: int) -> PromptEmbeds:
-        clip, pooled = zip(
-            self._encode_clip(ids[0], self.tokenizer, self.text_encoder, "prompt_token_ids"),
-            self._encode_clip(ids[1], self.tokenizer_2, self.text_encoder_2, "prompt_token_ids_2"),
-            strict=True,
+        clip_limit = self.tokenizer_max_length
+        embeds, pooled = self._encoders(
+            self._padded(ids[0], clip_limit, self.tokenizer.pad_token_id, "CLIP's limit for prompt_token_ids,"),
+            self._padded(ids[1], clip_limit, self.tokenizer_2.pad_token_id, "CLIP's limit for prompt_token_ids_2,"),
+            self._padded(ids[2], max_sequence_length, self.tokenizer_3.pad_token_id, "max_sequence_length"),
         )
-        tokens = self._padded(ids[2], max_sequence_length, self.tokenizer_3.pad_token_id, "max_sequence_length")
-        t5 = self.text_encoder_3(tokens)[0]
-        joined = torch.cat(clip, dim=-1)
-        joined = torch.nn.functional.pad(joined, (0, t5.shape[-1] - joined.shape[-1]))
-        dtype = self.od_config.dtype
-        return {
-            "prompt_embeds": torch.cat([joined, t5], dim=1)[0].to(dtype),
-            "pooled_prompt_embeds": torch.cat(pooled, dim=-1)[0].to(dtype),
-        }
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def _encode_clip(self, ids: Ids, tokenizer: Any, encoder: Any, name: str) -> tuple[Tensor, Tensor]:
-        tokens = self._padded(ids, self.tokenizer_max_length, tokenizer.pad_token_id, f"CLIP's limit for {name},")
-        output = encoder(tokens, output_hidden_states=True)
-        return output.hidden_states[-2], output[0]
+    def _encode(self, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
+        """Text embeddings [L, D] and pooled ones of padded token ids [1, …] of one prompt for each encoder."""
+        outputs = [
+            encoder(tokens, output_hidden_states=True)
+            for encoder, tokens in ((self.text_encoder, first), (self.text_encoder_2, second))
+        ]
+        t5 = self.text_encoder_3(third)[0]
+        joined = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
+        joined = torch.nn.functional.pad(joined, (0, t5.shape[-1] - joined.shape[-1]))
+        pooled = torch.cat([output[0] for output in outputs], dim=-1)
+        dtype = self.od_config.dtype
+        return torch.cat([joined, t5], dim=1)[0].to(dtype), pooled[0].to(dtype)
 
     def _padded(self, ids: Ids, length: int, pad: int, limit: str) -> Tensor:
         if len(ids) > length:

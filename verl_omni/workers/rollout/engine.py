@@ -159,18 +159,18 @@ class RolloutEngine:
 
         async with in_thread(staged_lora(adapter, self._lora_key_map)) as folder, self._change(version):
             if self._merge_lora:  # it is in the weights then, and requests name none
-                await self._rpc("merge_lora", str(folder), scale)
+                await self.call_worker("merge_lora", str(folder), scale)
                 return
             self._loras_loaded += 1
             lora = LoRARequest(f"policy-{self._loras_loaded}", self._loras_loaded, str(folder))
-            await self._rpc("load_lora", lora)
+            await self.call_worker("load_lora", lora)
             await self._set_lora(lora, scale)
 
     async def remove_lora(self) -> None:
         """Go back to the policy without LoRA."""
         async with self._change():
             if self._merge_lora:
-                await self._rpc("unmerge_lora")
+                await self.call_worker("unmerge_lora")
                 return
             await self._set_lora(None, 1.0)
 
@@ -184,7 +184,7 @@ class RolloutEngine:
         weight; the old policy serves on then.
         """
         async with in_thread(staged_weights(named_tensors)) as path, self._change(version):
-            return int(await self._rpc("load_weights_file", str(path)))
+            return int(await self.call_worker("load_weights_file", str(path)))
 
     async def sleep(self) -> None:
         """Give the device memory of weights (kept on the host) and caches back. Requests fail until :meth:`wake_up`.
@@ -195,8 +195,8 @@ class RolloutEngine:
         async with self._gate.change(counts=False):
             self._check_open()
             if not self._asleep:
-                await self._rpc("check_sleep")
-                await self._rpc("release_caches")
+                await self.call_worker("check_sleep")
+                await self.call_worker("release_caches")
                 self._asleep = True
                 try:
                     _check_acknowledged("sleep", await self._omni.sleep(level=_SLEEP_LEVEL))
@@ -216,7 +216,7 @@ class RolloutEngine:
         """Drop what the adapter keeps between requests, which are the prompt embeddings."""
         async with self._gate.change(counts=False):
             self._check_open()
-            await self._rpc("release_caches")
+            await self.call_worker("release_caches")
 
     async def stats(self, reset: bool = False) -> RolloutStats:
         """What the adapter counted since the start or the last reset.
@@ -224,7 +224,18 @@ class RolloutEngine:
         The engine answers between steps or waves, and admits nothing while it is asked: ask per run, not per request.
         """
         self._check_open()
-        return RolloutStats.from_dict(await self._rpc("rollout_stats", reset))
+        return RolloutStats.from_dict(await self.call_worker("rollout_stats", reset))
+
+    async def call_worker(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker, see ``RolloutWorkerExtension``; runs between steps or waves.
+
+        Returns what the first worker answers. Raises :class:`RolloutError` with what the worker raised.
+        """
+        results = await self._omni.collective_rpc(method, args=args)
+        result = results[0] if results else {"supported": False, "error": "the engine has no worker left"}
+        if isinstance(result, dict) and result.get("supported") is False:
+            raise RolloutError(None, f"{method} failed: {str(result.get('error')).partition(chr(10) * 2)[0]}")
+        return result[0] if isinstance(result, list) else result
 
     async def alive(self) -> bool:
         """Whether the engine still runs."""
@@ -322,7 +333,7 @@ class RolloutEngine:
 
     async def _check_merging(self) -> None:
         try:
-            await self._rpc("check_merging")
+            await self.call_worker("check_merging")
         except RolloutError as error:
             raise ConfigError(f"actor_rollout_ref.rollout.merge_lora=true: {error}") from error
 
@@ -330,16 +341,9 @@ class RolloutEngine:
         old, self._lora, self._lora_scale = self._lora, lora, scale
         if old is not None:
             try:
-                await self._rpc("remove_lora", old.lora_int_id)
+                await self.call_worker("remove_lora", old.lora_int_id)
             except RolloutError as error:  # no reason to fail: requests name their adapter, and the next load evicts it
                 logger.warning("%s; the adapter stays in memory", error)
-
-    async def _rpc(self, method: str, *args: Any) -> Any:
-        results = await self._omni.collective_rpc(method, args=args)
-        result = results[0] if results else {"supported": False, "error": "the engine has no worker left"}
-        if isinstance(result, dict) and result.get("supported") is False:
-            raise RolloutError(None, f"{method} failed: {str(result.get('error')).partition(chr(10) * 2)[0]}")
-        return result[0] if isinstance(result, list) else result
 
     def _check_open(self, request_id: str | None = None) -> None:
         if self._closed:

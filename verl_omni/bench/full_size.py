@@ -1,24 +1,23 @@
 """Full-size Qwen-Image and SD3.5-medium with random weights: for speed and memory where no checkpoint can be had.
 
-:func:`build` writes a folder in diffusers layout: the published transformer configuration without weights, text
-encoders and VAE of full size with random weights. The adapters here draw the transformer's weights on the device. What
-the images show means nothing; time and memory do. Left out: 20 of Qwen-Image's 28 text encoder layers, which take long
-to write and hardly count in a rollout that encodes each prompt once.
+:func:`build_full_size` writes a folder in diffusers layout: the published transformer configuration without weights,
+text encoders and VAE of full size with random weights. The adapters of :mod:`~verl_omni.bench.random_adapters` draw the
+transformer's weights on the device. What the images show means nothing; time and memory do. Left out: 20 of
+Qwen-Image's 28 text encoder layers, which take long to write and hardly count in a rollout that encodes each prompt
+once.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from verl_omni.pipelines.qwen_image.rollout import QwenImageRollout
-from verl_omni.pipelines.sd3.rollout import StableDiffusion3Rollout
 from verl_omni.testing import tiny_models
 
 TRANSFORMER = {
@@ -53,51 +52,22 @@ TRANSFORMER = {
 }
 
 
-class RandomWeights:
-    """Left of an adapter: no transformer checkpoint is read, the weights are drawn on the device."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.weights_sources: list[Any] = []
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Small enough that activations stay finite through 60 layers; norms start at 1, biases at 0."""
-        generator = torch.Generator(device=self.device).manual_seed(0)  # type: ignore[attr-defined]
-        with torch.no_grad():
-            for name, parameter in self.transformer.named_parameters():  # type: ignore[attr-defined]
-                if parameter.ndim > 1:
-                    parameter.normal_(0, 0.02, generator=generator)
-                else:
-                    parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        return {name for name, _ in self.named_parameters()}  # type: ignore[attr-defined]
-
-
-class QwenImageRandom(RandomWeights, QwenImageRollout):
-    """Qwen-Image with random weights."""
-
-
-class StableDiffusion3Random(RandomWeights, StableDiffusion3Rollout):
-    """SD3.5 with random weights."""
-
-
-ADAPTERS = {"qwen_image": QwenImageRandom, "sd3": StableDiffusion3Random}
-
-
-def build(family: str, out: Path) -> Path:
+def build_full_size(family: str, out: Path) -> Path:
     """Write the full-size `family` to `out` and return it; takes up to a minute and 12 GB."""
     tiny_models.build(family, out)
     for weights in (out / "transformer").glob("*.safetensors"):
         weights.unlink()
     (out / "transformer" / "config.json").write_text(json.dumps(TRANSFORMER[family]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name, make in (_qwen_image() if family == "qwen_image" else _sd3()).items():
+    parts: dict[str, Callable[[], Any]] = _qwen_image() if family == "qwen_image" else _sd3()
+    for name, make in parts.items():
         shutil.rmtree(out / name)
         with torch.device(device):
             make().to(torch.bfloat16).save_pretrained(out / name)
     return out
 
 
-def _qwen_image() -> dict[str, Callable[[], nn.Module]]:
+def _qwen_image() -> dict[str, Callable[[], Any]]:
     from diffusers import AutoencoderKLQwenImage
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -131,7 +101,7 @@ def _qwen_image() -> dict[str, Callable[[], nn.Module]]:
     }
 
 
-def _sd3() -> dict[str, Callable[[], nn.Module]]:
+def _sd3() -> dict[str, Callable[[], Any]]:
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 

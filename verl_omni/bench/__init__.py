@@ -1,0 +1,1 @@
+"""How fast rollouts are, and what their time goes into: ``python -m verl_omni.bench``."""

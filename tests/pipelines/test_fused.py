@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_omni.pipelines.fused.join_qkv import Rotation, join_qkv
 from verl_omni.pipelines.fused.linear_gelu import linear_gelu
+from verl_omni.pipelines.fused.modulate import modulate
 
 EPS = 1e-6
 
@@ -52,6 +53,28 @@ def test_joined_projections_are_those_of_the_formula(batch, text, image, heads, 
         torch.testing.assert_close(result.double(), torch.cat(streams, dim=1), rtol=1e-5, atol=1e-5)
 
 
+@given(
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 4),
+    width=st.sampled_from([4, 6]),
+    residuals=st.integers(0, 2),
+    modulations=st.integers(1, 2),
+)
+def test_modulation_is_that_of_the_formula(batch, tokens, width, residuals, modulations):
+    torch.manual_seed(batch + 10 * tokens)
+    x = torch.randn(batch, tokens, width)
+    added = [(torch.randn(batch, width), torch.randn(batch, tokens, width)) for _ in range(residuals)]
+    pairs = [(torch.randn(batch, width), torch.randn(batch, width)) for _ in range(modulations)]
+    exact = x.double() + sum(gate.double()[:, None] * residual.double() for gate, residual in added)
+    centred = exact - exact.mean(-1, keepdim=True)
+    unit = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    h, *results = modulate(x, pairs, added, eps=EPS)
+    torch.testing.assert_close(h.double(), exact, rtol=1e-5, atol=1e-5)
+    for result, (shift, scale) in zip(results, pairs, strict=True):
+        wanted = unit * (1 + scale.double()[:, None]) + shift.double()[:, None]
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_linear_layer_with_its_gelu_is_that_of_the_formula():
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
@@ -67,3 +90,8 @@ def test_operators_tell_the_compiler_their_shapes_and_strides():
     weights = [torch.rand(4) for _ in range(4)]
     for angle in (None, torch.rand(8, 2)):
         torch.library.opcheck(torch.ops.verl_omni.join_qkv.default, (*packed, *weights, angle, angle, 2, EPS))
+    x, rows = torch.randn(2, 3, 8), [torch.randn(2, 8)]
+    strided = torch.randn(2, 8, 3).transpose(1, 2)  # as patches come out of a convolution
+    for tokens in (x, strided):
+        for gates, residuals in (([], []), (rows, [x + 1])):
+            torch.library.opcheck(torch.ops.verl_omni.modulate.default, (tokens, gates, residuals, rows, rows, EPS))

@@ -72,7 +72,7 @@ def test_modes_orders_company_and_engines_agree(request, family, architecture):
         same(engine.run(*requests), first, 0)
         engine.pipeline.fuse()  # as where the transformer is compiled
         fused = {type(module).__name__ for module in engine.pipeline.transformer.modules()}
-        assert {"FusedAttention", "FusedUp"} <= fused
+        assert {"FusedAttention", "FusedBlock", "FusedUp"} <= fused
         same(engine.run(*requests), wanted, 1e-5)
 
 

@@ -59,4 +59,6 @@ def kept(tensor: Tensor | None) -> Tensor:
 
 def _by_step(gap: Tensor, steps: Tensor) -> dict[str, list[float]]:
     """Step → mean and largest of `gap` [N, W] where `steps` [N, W] is that step."""
-    return {str(int(step)): [gap[steps == step].mean().item(), gap[steps == step].max().item()] for step in steps.unique()}
+    return {
+        str(int(step)): [gap[steps == step].mean().item(), gap[steps == step].max().item()] for step in steps.unique()
+    }

@@ -25,6 +25,9 @@ from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter
 
+_COUNTED = 8
+"""Requests of the burst in which waits for the device are counted; how many does not matter to a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -179,7 +182,7 @@ class Timing:
             result.stats = RolloutStats.merged([result.stats, await target.stats(reset=True)])
         if isinstance(target, RolloutEngine) and torch.cuda.is_available():
             await target.call_worker("count_host_syncs", True)
-            await once(self.requests()[: self.point.cap])
+            await self.burst(self.requests()[:_COUNTED])
             counted = await target.call_worker("count_host_syncs", False)
             result.syncs_per_step = counted["syncs"] / max(counted["steps"], 1)
         if bench.log_prob_gap and isinstance(target, RolloutEngine) and not staggered and not self.point.lora_rank:

@@ -16,6 +16,7 @@ import torch
 from verl_omni.bench.measure import Bench, Point, Run
 from verl_omni.pipelines.stage_clock import ROLLOUT_STAGES
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.workers.rollout.launch import default_attention
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.profile import ProfilePoint
 from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend
@@ -100,7 +101,8 @@ def make_record(
     bench: Bench, rows: Sequence[dict[str, Any]], *, command: str, peak: float, rounds: int
 ) -> dict[str, Any]:
     """The whole record, as JSON has it."""
-    attention = attention_backend(bench.rollout.vllm_omni)
+    options = bench.rollout.vllm_omni
+    attention = default_attention(options).get("diffusion_attention_backend", attention_backend(options))
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),

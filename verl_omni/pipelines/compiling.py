@@ -7,7 +7,7 @@ new graph; only a single row, and text with padding, have graphs of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,50 @@ GRAPHS_A_FUNCTION = 64
 blocks of SD3.5 are of three kinds; each has graphs for one row and for many, with and without LoRA."""
 
 
-def compile_modules(transformer: nn.Module, others: Iterable[nn.Module], od_config: OmniDiffusionConfig) -> None:
-    """Compile `transformer` as the engine's configuration says, and each of `others` as a whole; lazily."""
-    import torch._dynamo
+def compile_modules(
+    transformer: nn.Module, others: Iterable[nn.Module], od_config: OmniDiffusionConfig, *, full_batch: int
+) -> None:
+    """Compile `transformer` as the engine's configuration says, and each of `others` as a whole; lazily.
 
-    limit = torch._dynamo.config.recompile_limit
-    torch._dynamo.config.recompile_limit = max(limit, GRAPHS_A_FUNCTION)
+    `others` take one tensor [B, ...], most often of `full_batch` rows.
+    """
     dynamic = od_config.diffusion_compile_dynamic
     if od_config.diffusion_compile_granularity == "full":
         transformer.compile(dynamic=dynamic)
     else:
         regionally_compile(transformer, dynamic=dynamic)
     for module in others:
-        module.forward = _any_batch(torch.compile(module.forward))
+        module.forward = _by_batch(module.forward, full=full_batch)
 
 
-def _any_batch(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`compiled` without a graph of its own for each number of rows of its first argument.
+def many_graphs() -> AbstractContextManager[None]:
+    """Around calls of what is compiled: lets a function have `GRAPHS_A_FUNCTION` graphs. It holds for this thread."""
+    import torch._dynamo
 
-    Only that is symbolic: convolutions whose image size is symbolic too take three times as long to compile.
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=GRAPHS_A_FUNCTION)
+    return patch
+
+
+def _by_batch(forward: Callable[..., Tensor], *, full: int) -> Callable[[Tensor], Tensor]:
+    """`forward` of [B, ...], compiled once for B = `full` and once for all others (and for B = 1).
+
+    With any symbolic size Inductor keeps the layout of convolutions, which costs an eighth of a VAE's time; so the
+    batch that nearly all rows are in has a graph of its own. The image size is never symbolic: that takes three times
+    as long to compile.
     """
 
-    def forward(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return compiled(rows, *args, **kwargs)
+    def whole(rows: Tensor) -> Tensor:
+        return forward(rows)
 
-    return forward
+    def part(rows: Tensor) -> Tensor:
+        return forward(rows)
+
+    static, symbolic = torch.compile(whole, dynamic=False), torch.compile(part)
+
+    def run(rows: Tensor) -> Tensor:
+        if len(rows) == full:
+            return static(rows)
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return symbolic(rows)
+
+    return run

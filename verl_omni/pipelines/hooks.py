@@ -124,7 +124,7 @@ class ModelHooks(ModelRules):
         """Replace parts of the transformer, in place, by faster ones for CUDA; called once, before it is compiled."""
 
     def compiled_beside(self) -> Sequence[nn.Module]:
-        """Modules beside the transformer that are compiled as a whole, like the VAE's decoder; by default none."""
+        """Modules of one tensor [B, ...], like the VAE's decoder, that are compiled as a whole; by default none."""
         return ()
 
     def schedule(self, steps: int, image_tokens: int) -> tuple[Tensor, Tensor]:

@@ -19,13 +19,14 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
-from verl_omni.pipelines.compiling import compile_modules
+from verl_omni.pipelines.compiling import compile_modules, many_graphs
 from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.memory import decode_limit, forecast_rows, forward_limit
@@ -58,6 +59,7 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         self.stats = RolloutStats()
         self.clock = StageClock(self.device)
         self._graphs_before = _compiled_graphs()
+        self._compiling: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
         self._prompts = PromptCache()
         self._host_copies = HostCopies()
@@ -127,13 +129,13 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         if batch is None or not batch.stands_at(states):
             self.stats.waves += all(state.step_index == 0 for state in states)
             batch = self._batch = self.gather(states)
-        with self.clock.stage("denoise"):
+        with self.clock.stage("denoise"), self._compiling():
             velocity = self._velocity(batch)
         with self.clock.stage("step"):
             batch.advance(velocity)
         ending = [state for state in states if state.step_index + 1 == state.total_steps]
         if ending:
-            with self.clock.stage("decode"):
+            with self.clock.stage("decode"), self._compiling():
                 make_media(ending, self.decode, self.decode_rows, self._decodes)
             with self.clock.stage("transfer"):
                 results_to_host([rollout_of(state) for state in ending])
@@ -204,7 +206,8 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         """Called by the engine, unless it runs eagerly, in place of its own compilation."""
         if self.device.type == "cuda":
             self.fuse()
-        compile_modules(self.transformer, self.compiled_beside(), self.od_config)
+        self._compiling = many_graphs
+        compile_modules(self.transformer, self.compiled_beside(), self.od_config, full_batch=self.decode_rows)
 
     def release(self) -> None:
         """Give back the device memory of cached prompts; called before the engine sleeps, with nothing in flight.

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl_omni.pipelines.fused.upcast import upcast
+
 _ROWS = 16
 """Heads a Triton program works on: 2 to 4 KB of each input, enough loads in flight on a Hopper."""
 
@@ -75,17 +77,19 @@ def _join(
     """In torch, on any device: what the kernel computes."""
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
-        scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-        return (x.float() * scale).to(x.dtype) * weight
+        scale = torch.rsqrt(upcast(x).square().mean(-1, keepdim=True) + eps)
+        return (upcast(x) * scale).to(x.dtype) * weight
 
     def rotated(x: Tensor) -> Tensor:
         if cos is None or sin is None:
             return x
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = upcast(x).unflatten(-1, (-1, 2)).unbind(-1)
         c, s = cos[:, None], sin[:, None]
         return torch.stack([even * c - odd * s, even * s + odd * c], dim=-1).flatten(-2).to(x.dtype)
 
-    (tq, tk, tv), (iq, ik, iv) = (packed.unflatten(-1, (3, heads, -1)).unbind(2) for packed in (text, image))
+    (tq, tk, tv), (iq, ik, iv) = (
+        packed.unflatten(-1, (3, heads, -1)).unbind(2) for packed in (text.contiguous(), image.contiguous())
+    )
     query = torch.cat([normed(tq, text_q), normed(iq, image_q)], dim=1)
     key = torch.cat([normed(tk, text_k), normed(ik, image_k)], dim=1)
     return rotated(query), rotated(key), torch.cat([tv, iv], dim=1)

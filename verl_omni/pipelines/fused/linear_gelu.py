@@ -14,7 +14,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     On CUDA the sum is not rounded before the activation, as it is between two kernels. A custom operator because
     Inductor would take the fused one apart.
     """
-    return functional.gelu(functional.linear(x, weight, bias), approximate="tanh")
+    return functional.gelu(functional.linear(x.contiguous(), weight, bias), approximate="tanh")
 
 
 @linear_gelu.register_kernel("cuda")

@@ -83,7 +83,7 @@ def engine_arguments(
     defaults = {
         "enforce_eager": not torch.cuda.is_available(),
         "distributed_executor_backend": "uni" if _one_device(given) else "mp",
-        **_attention(given),
+        **default_attention(given),
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
     return {**defaults, **given, **chosen, **ours}
@@ -118,7 +118,7 @@ def own_rendezvous() -> Iterator[None]:
         yield
 
 
-def _attention(options: Mapping[str, Any]) -> dict[str, str]:
+def default_attention(options: Mapping[str, Any]) -> dict[str, str]:
     """The attention backend to ask for where neither `options` nor the environment names one, as an engine option.
 
     On Hopper that is cuDNN: of torch's own kernels it was the faster one, by a sixth with a mask over padded text

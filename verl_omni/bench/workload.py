@@ -47,7 +47,7 @@ class Recipe:
     fixed: int = 0
     """Text tokens that the transformer gets beside those of the last encoder."""
     padded: int | None = None
-    """The last encoder's tokens are padded to this many, or to the longest prompt if that is longer; None: not."""
+    """The last encoder's tokens are padded to this many, or to the requests' ``max_sequence_length``; None: not."""
 
 
 RECIPES = {
@@ -74,6 +74,8 @@ class Workload:
     """Shortest and longest prompt in tokens, template not counted."""
     negative_text: int = 6
     """Tokens of the negative prompt, with guidance."""
+    max_sequence_length: int | None = None
+    """Limit on text tokens that requests ask for; None: none, but where a prompt is longer than `Recipe.padded`."""
     seed: int = 0
     recipe: Recipe = field(default_factory=Recipe)
 
@@ -98,14 +100,21 @@ class Workload:
         draw = random.Random(f"{self.seed} lengths {warmup}")
         return [draw.randint(*self.text) for _ in range(prompts)]
 
+    @property
+    def text_limit(self) -> int | None:
+        """``max_sequence_length`` of the requests; None: the adapter's default."""
+        padded = self.recipe.padded
+        longer = padded is not None and max(self.text) > padded
+        return self.max_sequence_length or (max(self.text) if longer else None)
+
     def text_tokens(self, length: int) -> int:
         """Text tokens that the transformer gets for a prompt of `length`."""
         recipe = self.recipe
-        return recipe.fixed + (length if recipe.padded is None else max(recipe.padded, *self.text))
+        return recipe.fixed + (length if recipe.padded is None else self.text_limit or recipe.padded)
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
-        names = ("height", "width", "steps", "cfg", "n", "text", "negative_text", "seed")
+        names = ("height", "width", "steps", "cfg", "n", "text", "negative_text", "max_sequence_length", "seed")
         plain = {name: getattr(self, name) for name in names}
         return plain | {"text": list(self.text), "negative_text": self.negative_text if self.cfg > 1 else None}
 
@@ -115,9 +124,7 @@ class Workload:
         knobs |= {"sde_window_size": window, "sde_window_range": (0, self.steps // 2), self.cfg_key: self.cfg}
         if self.cfg > 1:
             knobs |= self._prompt(self._ids("negative", self.negative_text), "negative_prompt_token_ids")
-        if self.recipe.padded is not None and max(self.text) > self.recipe.padded:
-            knobs["max_sequence_length"] = max(self.text)
-        return knobs
+        return knobs | {"max_sequence_length": self.text_limit}
 
     def _ids(self, what: str, length: int) -> list[int]:
         draw = random.Random(f"{self.seed} ids {what}")

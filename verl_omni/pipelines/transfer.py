@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
+from verl_omni.pipelines.hooks import contained
 from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptEmbeds
 from verl_omni.pipelines.rows import Rollout, Row
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
+
+logger = logging.getLogger(__name__)
 
 
 class HostCopies:
@@ -24,15 +28,37 @@ class HostCopies:
         self._copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, embeds: PromptEmbeds) -> PromptEmbeds:
-        """`embeds` on the host; equal tensors for equal tensors, so they are not to be written to."""
-        for tensor in embeds.values():
-            if tensor not in self._copies:
-                self._copies[tensor] = tensor.cpu()
-        return {name: self._copies[tensor] for name, tensor in embeds.items()}
+        """`embeds` on the host, where they are not to be written to: equal tensors have one copy."""
+        return {name: self._copy(tensor) for name, tensor in embeds.items()}
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":  # its own copy: kept here it would keep itself alive
+            return tensor
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.cpu()
+        copy: Tensor = self._copies[tensor]
+        return copy
 
 
 def results_to_host(rollouts: Sequence[Rollout]) -> None:
-    """Move media, flags and recorded trajectories of finished `rollouts`, which share an image size, to the host."""
+    """Move media, flags and recorded trajectories of finished `rollouts`, which share an image size, to the host.
+
+    What fails together, for want of memory say, is moved one by one; an error of one alone is kept on it.
+    """
+    try:
+        with contained():
+            _move([rollout for rollout in rollouts if rollout.error is None])
+    except Exception as error:
+        if len(rollouts) > 1:
+            logger.warning("moving %d results to the host failed, trying each alone: %s", len(rollouts), error)
+            for rollout in rollouts:
+                results_to_host([rollout])
+        elif rollouts[0].error is None:
+            logger.error("moving a result to the host failed", exc_info=error)
+            rollouts[0].error = error
+
+
+def _move(rollouts: Sequence[Rollout]) -> None:
     rows: dict[int, list[Row]] = {}
     for row in (row for rollout in rollouts for row in rollout.rows):
         if row.steps:
@@ -46,14 +72,18 @@ def results_to_host(rollouts: Sequence[Rollout]) -> None:
     log_probs = [torch.stack([x for row in group for x in row.log_probs]) for group in rows.values()]
     images = [torch.cat([r.media for r in group if r.media is not None]) for group in media.values()]
     finite = [torch.cat([r.finite for r in group if r.finite is not None]) for group in media.values()]
-    moved = iter(_to_host([*latents, *log_probs, *images, *finite]))
+    moved = _to_host([*latents, *log_probs, *images, *finite])
 
-    for group, part in [(g, name) for name in ("latents", "log_probs") for g in rows.values()]:
-        for row, own in zip(group, next(moved).chunk(len(group)), strict=True):
-            setattr(row, part, list(own.unbind()))
-    for owners, part in [(g, name) for name in ("media", "finite") for g in media.values()]:
-        for rollout, own in zip(owners, next(moved).split([len(r.rows) for r in owners]), strict=True):
-            setattr(rollout, part, own)
+    n, m = len(rows), len(media)
+    latents, log_probs, images, finite = moved[:n], moved[n : 2 * n], moved[2 * n : 2 * n + m], moved[2 * n + m :]
+    for group, all_latents, all_log_probs in zip(rows.values(), latents, log_probs, strict=True):
+        parts = zip(group, all_latents.chunk(len(group)), all_log_probs.chunk(len(group)), strict=True)
+        for row, own_latents, own_log_probs in parts:
+            row.latents, row.log_probs = list(own_latents), list(own_log_probs)
+    for owners, all_images, all_finite in zip(media.values(), images, finite, strict=True):
+        counts = [len(rollout.rows) for rollout in owners]
+        for rollout, own, flags in zip(owners, all_images.split(counts), all_finite.split(counts), strict=True):
+            rollout.media, rollout.finite = own, flags
 
 
 def finished_output(rollout: Rollout, host_copies: HostCopies) -> DiffusionOutput:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
-from verl_omni.pipelines.graphed import GraphedEncoder
+from verl_omni.pipelines.graphed import GraphedEncoder, can_graph
 from verl_omni.pipelines.hooks import Ids
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
@@ -33,8 +33,7 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        compiled = self.device.type == "cuda" and not self.od_config.enforce_eager
-        self._encoders = GraphedEncoder(self._encode, enabled=compiled)
+        self._encoders = GraphedEncoder(self._encode, enabled=can_graph(self.device, self.od_config))
 
     def release(self) -> None:
         super().release()
@@ -64,11 +63,14 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
 
     def _encode(self, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
         """Text embeddings [L, D] and pooled ones of padded token ids [1, …] of one prompt for each encoder."""
+        # Whole masks: transformers would build its own otherwise, and under capture that copies from the host.
+        causal = torch.ones(1, 1, first.shape[1], first.shape[1], dtype=torch.bool, device=first.device).tril()
+        everything = torch.zeros(1, 1, 1, third.shape[1], dtype=self.text_encoder_3.dtype, device=third.device)
         outputs = [
-            encoder(tokens, output_hidden_states=True)
+            encoder(tokens, attention_mask=causal, output_hidden_states=True)
             for encoder, tokens in ((self.text_encoder, first), (self.text_encoder_2, second))
         ]
-        t5 = self.text_encoder_3(third)[0]
+        t5 = self.text_encoder_3(third, attention_mask=everything)[0]
         joined = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
         joined = torch.nn.functional.pad(joined, (0, t5.shape[-1] - joined.shape[-1]))
         pooled = torch.cat([output[0] for output in outputs], dim=-1)

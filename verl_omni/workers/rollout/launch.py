@@ -121,8 +121,9 @@ def own_rendezvous() -> Iterator[None]:
 def default_attention(options: Mapping[str, Any]) -> dict[str, str]:
     """The attention backend to ask for where neither `options` nor the environment names one, as an engine option.
 
-    On Hopper that is cuDNN: of torch's own kernels it was the faster one, by a sixth with a mask over padded text
-    (docs/perf/rollout.md). Elsewhere the engine knows best.
+    On Hopper that is cuDNN. Of torch's kernels it is the fastest, by a sixth with a mask over padded text
+    (docs/perf/rollout.md); the engine's own first choice, FlashAttention, waits for the device in each layer to take
+    the padding out (vllm_omni/diffusion/attention/backends/utils/fa.py). Elsewhere the engine knows best.
     """
     from vllm.platforms import current_platform
 

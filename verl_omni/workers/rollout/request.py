@@ -99,7 +99,8 @@ class RolloutRequest:
 
 @dataclass(kw_only=True)
 class RolloutSample:
-    """What one request produced: n images, W recorded stochastic steps. Tensors are on the host, with own storage."""
+    """What one request produced: n images, W recorded stochastic steps. Tensors are on the host, with own storage, but
+    for the embeddings, which the samples of a prompt may share: they are not to be written to."""
 
     request_id: str
     """Id of the request."""

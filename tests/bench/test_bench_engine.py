@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from verl_omni.bench import full_size, session
+from verl_omni.bench import full_size
 from verl_omni.bench.cli import main
-from verl_omni.bench.measure import Bench, Run
 from verl_omni.pipelines.worker_extension import RolloutWorkerExtension
 from verl_omni.testing import tiny_models
 from verl_omni.trainer.rollout_setup import resolve_rollout
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
-from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
+from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.profile import RolloutProfile
 from verl_omni.workers.rollout.request import RolloutRequest
 
@@ -68,7 +66,7 @@ def test_each_row_tells_its_batches_encodes_stages_and_repeats(record: dict[str,
         assert len(row["seconds"]) == 1 and len(row["seconds"][0]) == 1
         assert sum(row["stage_s"].values()) == pytest.approx(row["seconds"][0][0])
         assert row["stage_s"]["denoise"] > 0 and row["mfu"] > 0 and row["peak_memory_gib"] > 0
-        assert row["recompiles"] == 0 and row["syncs_per_step"] is None and row["lora_rank"] == RANK
+        assert row["syncs_per_step"] is None and row["lora_rank"] == RANK
 
 
 def test_the_worker_counts_host_syncs_when_it_is_told_to():
@@ -103,12 +101,7 @@ def test_a_run_goes_by_the_profile_and_changes_its_mind_with_it(written, record,
     rates = {(point.mode, point.max_num_seqs): point.images_per_s for point in measured.points}
     bursts = [row for row in record["rows"] if row["arrivals"] == "burst"]
     assert rates == {(row["mode"], row["max_num_seqs"]): row["images_per_s"] for row in bursts}
-    own = plan(written / "profile.json", tiny_qwen)
-    assert own.reason.startswith("auto: measured")
-    best = {mode: max(rate for (m, _), rate in rates.items() if m == mode) for mode, _ in rates}
-    tied = best["step_wise"] >= 0.97 * best["request_level"]
-    assert own.mode == ("step_wise" if tied else "request_level")
-
+    assert plan(written / "profile.json", tiny_qwen).reason.startswith("auto: measured")
     data = json.loads((written / "profile.json").read_text())
     for point in data["points"]:
         point["images_per_s"] *= 100 if point["mode"] == winner else 1
@@ -125,20 +118,11 @@ def test_a_full_size_model_needs_no_transformer_weights_and_takes_a_lora(tmp_pat
 
     monkeypatch.setattr(full_size, "build_full_size", small)
     argv = "--random sd3 --size 64 --modes step_wise --caps 2 --steps 2 --requests 2 --repeats 1 --lora-rank 0 4"
+    argv += " --log-prob-gap 1 2"
     assert main([*argv.split(), "--out", str(tmp_path / "r.json")]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [row["lora_rank"] for row in rows] == [0, 4] and rows[1]["times_no_lora"] > 0
-
-
-def test_what_was_measured_before_an_engine_failed_is_kept(tmp_path: Path, monkeypatch):
-    async def breaks(bench: Bench, mode: str, cap: int, replicas: int) -> AsyncGenerator[Run, None]:
-        plain, _ = bench.points(RolloutMode(mode), cap, replicas)
-        yield Run(point=plain, requests=2, start_s=1.0, first_s=1.0, seconds=[0.5])
-        raise MemoryError("no room for a LoRA")
-
-    monkeypatch.setattr(session, "measure", breaks)
-    argv = "--tiny sd3 --modes step_wise --caps 2 --lora-rank 0 4".split()
-    assert main([*argv, "--out", str(tmp_path / "r.json")]) == 1
-    measured, failed = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert measured["images_per_s"] == 4.0
-    assert failed["lora_rank"] == 4 and failed["error"] == "MemoryError: no room for a LoRA"
+    gap = rows[0]["log_prob_gap"]  # in float32 the batch shape of a forward hardly matters
+    assert list(gap) == ["recorded", "1", "2"] and "log_prob_gap" not in rows[1]
+    assert all(largest < 1e-5 for by_step in gap.values() for _, largest in by_step.values())
+    assert all(list(by_step) == ["0"] for by_step in gap.values())

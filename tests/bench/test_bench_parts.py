@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from verl_omni.bench import servers
 from verl_omni.bench.full_size import TRANSFORMER
 from verl_omni.bench.random_lora import random_lora
 from verl_omni.bench.servers import Servers
 from verl_omni.bench.workload import Workload
 from verl_omni.pipelines.host_syncs import HostSyncs
 from verl_omni.workers.config.lora import check_lora_adapter
+from verl_omni.workers.rollout.handle import Placement
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
 
 SMALL = {"num_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 32}
@@ -59,16 +62,37 @@ class Replicas:
 
 
 async def test_several_engines_get_whole_groups_and_each_lora_under_a_version_of_its_own():
-    servers = Servers(replicas := Replicas())  # type: ignore[arg-type]
+    several = Servers(replicas := Replicas())  # type: ignore[arg-type]
     requests = Workload(height=64, width=64, steps=2, n=2).requests(6, "a")
-    assert len([result async for result in servers.generate_all(requests)]) == 6
+    assert len([result async for result in several.generate_all(requests)]) == 6
     assert replicas.groups == [requests[:2], requests[2:4], requests[4:]]
     with pytest.raises(RolloutError, match="no"):
-        await servers.generate(requests[0])
+        await several.generate(requests[0])
     lora = random_lora({**TRANSFORMER["qwen_image"], **SMALL}, 2, torch.float32)
-    await servers.load_lora(lora)
-    await servers.load_lora(lora)
+    await several.load_lora(lora)
+    await several.load_lora(lora)
     assert replicas.synced == [("lora", 1), ("lora", 2)]
+
+
+@pytest.mark.parametrize(("cuda", "running"), [(False, False), (True, False), (False, True)])
+async def test_each_server_has_a_gpu_where_there_are_some_and_ray_is_started_unless_it_runs(monkeypatch, cuda, running):
+    async def start(settings: object, placements: list[Placement]) -> Replicas:
+        started.append((settings, placements))
+        return Replicas()
+
+    started: list[tuple[object, list[Placement]]] = []
+    rays: list[dict[str, Any]] = []
+    prepared: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(servers, "prepare_process", prepared.append)
+    monkeypatch.setattr(servers.RolloutReplicas, "start", start)
+    monkeypatch.setattr("ray.is_initialized", lambda: running)
+    monkeypatch.setattr("ray.init", lambda **given: rays.append(given))
+    settings: Any = object()
+    await Servers.start(settings, 300)
+    assert started == [(settings, [Placement(num_cpus=1, num_gpus=int(cuda))] * 300)]
+    assert prepared == ["cuda" if cuda else "cpu"]
+    assert [(ray["address"], ray["num_cpus"]) for ray in rays] == ([] if running else [("local", 300)])
 
 
 class Waiting(nn.Module):

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from tests.workers.plans import key_of
 from verl_omni.bench.cli import finish
-from verl_omni.bench.compare import TOLERANCES, changes, ratios, told
+from verl_omni.bench.compare import TOLERANCES, as_table, changes, ratios
 from verl_omni.bench.measure import Point, Run
+from verl_omni.bench.outputs import Outputs
 from verl_omni.bench.plot import save_plot
-from verl_omni.bench.record import STAGES, add_ratios, failed_row, make_row, profile_points
-from verl_omni.bench.report import table, tables
+from verl_omni.bench.record import STAGES, add_ratios, failed_row, make_profile, make_row, versions
+from verl_omni.bench.report import gaps, table, tables
 from verl_omni.pipelines.stats import RolloutStats
-from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.rollout.profile import ProfileFailure
 
 
 def point(mode: str = "step_wise", cap: int = 4, **others: Any) -> Point:
@@ -89,7 +92,7 @@ def test_rows_are_compared_with_what_differs_in_one_thing():
 
 def test_the_table_shows_recompiles_and_what_could_not_be_measured():
     measured = make_row([run(point(), 2.0, batch_sizes={4: 20, 2: 1}, compiled_graphs=7)], image_flop=1e9, peak=1e12)
-    failed = failed_row(point("request_level", 256), MemoryError("no room"))
+    failed = failed_row(point("request_level", 256), ["MemoryError: no room"])
     text = tables(record(measured, failed))
     head, line = text.splitlines()[:2]
     cells = dict(zip(re.split(r"  +", head), re.split(r"  +", line), strict=True))
@@ -111,7 +114,7 @@ def test_the_columns_of_a_table_are_aligned():
 
 def test_the_plot_has_a_curve_a_mode_with_a_mark_a_cap(tmp_path):
     rows = [row(point("step_wise", cap), [1.0]) for cap in (4, 8, 16)] + [row(point("serial", 1), [8.0])]
-    save_plot(record(*rows, failed_row(point(cap=32), MemoryError("no"))), tmp_path / "p.svg")
+    save_plot(record(*rows, failed_row(point(cap=32), ["no"])), tmp_path / "p.svg")
     svg = (tmp_path / "p.svg").read_text()
     assert svg.count("<polyline") == 2 and svg.count("<circle") == 4
     assert all(f">{cap}</text>" in svg for cap in (1, 4, 8, 16)) and ">32</text>" not in svg
@@ -120,8 +123,17 @@ def test_the_plot_has_a_curve_a_mode_with_a_mark_a_cap(tmp_path):
 
 def test_a_profile_keeps_bursts_on_one_engine():
     rows = [row(point(), [1.0]), row(point(arrivals="staggered"), [2.0]), row(point(replicas=2), [1.0])]
-    (kept,) = profile_points([*rows, failed_row(point(cap=64), MemoryError("no"))])
+    rows += [failed_row(point(cap=64, **other), ["no"]) for other in ({}, {"replicas": 2}, {"arrivals": "staggered"})]
+    key = key_of(DiffusionRolloutConfig())
+    profile = make_profile(key, rows)
+    assert profile is not None and profile.key == key
+    (kept,) = profile.points
     assert (kept.mode, kept.max_num_seqs, kept.images_per_s, kept.peak_memory_gib) == ("step_wise", 4, 8.0, 2.0)
+    assert profile.failed == (ProfileFailure(mode="step_wise", max_num_seqs=64, error="no"),)
+
+
+def test_where_nothing_was_measured_there_is_no_profile():
+    assert make_profile(key_of(DiffusionRolloutConfig()), [failed_row(point(), ["no"])]) is None
 
 
 def test_the_ratios_are_those_of_the_batching_modes_over_serial_and_of_each_other():
@@ -144,20 +156,86 @@ def test_a_ratio_within_the_spread_of_the_rounds_passes_and_one_below_it_has_fal
         "step_wise cap 4 / serial",
         "step_wise cap 4 / request_level",
     ]
-    assert told(fallen).count("FALLEN") == 2
+    assert as_table(fallen).count("FALLEN") == 2
 
 
 @pytest.mark.parametrize(("step_wise", "status"), [(1.0, 0), (2.0, 1)])
 def test_the_exit_status_tells_that_a_ratio_has_fallen(step_wise: float, status: int):
     args = Namespace(out=None, plot=None, profile=None, baseline=Path("before.json"))
     bench: Any = SimpleNamespace(model=SimpleNamespace(name="tiny qwen_image"))
-    assert finish(args, bench, three_modes(step_wise), three_modes()) == status
+    assert finish(args, bench, three_modes(step_wise), three_modes(), Outputs()) == status
 
 
 def test_the_exit_status_tells_that_something_was_not_measured():
     args = Namespace(out=None, plot=None, profile=None, baseline=None)
     bench: Any = SimpleNamespace(model=SimpleNamespace(name="tiny qwen_image"))
-    assert finish(args, bench, record(failed_row(point(), MemoryError("no"))), None) == 1
+    assert finish(args, bench, record(failed_row(point(), ["no"])), None, Outputs()) == 1
+    assert finish(args, bench, record(row(point(), [1.0])), None, Outputs()) == 0
+    half = make_row([run(point(), 1.0)], image_flop=1e9, peak=1e12, failed_rounds={2: "no"})
+    assert finish(args, bench, record(half), None, Outputs()) == 1
+
+
+def test_where_too_little_was_measured_to_compare_the_exit_status_is_that_of_a_failure(capfd):
+    args = Namespace(out=None, plot=None, profile=None, baseline=Path("before.json"))
+    bench: Any = SimpleNamespace(model=SimpleNamespace(name="tiny qwen_image"))
+    assert finish(args, bench, record(failed_row(point(), ["no"])), three_modes(), Outputs()) == 1
+    assert "not compared: the baseline shares no ratio" in capfd.readouterr().out
+
+
+def test_only_what_this_run_wrote_is_told_as_written(tmp_path: Path, capfd):
+    plot, profile = tmp_path / "plot.svg", tmp_path / "profile.json"
+    for old in (plot, profile):
+        old.write_text("of an earlier run")
+    args = Namespace(out=None, plot=plot, profile=None, baseline=None)
+    bench: Any = SimpleNamespace(model=SimpleNamespace(name="tiny qwen_image"))
+    assert finish(args, bench, record(failed_row(point(), ["no"])), None, Outputs()) == 1
+    assert "written" not in capfd.readouterr().out and plot.read_text() == "of an earlier run"
+    assert finish(args, bench, record(row(point(), [1.0])), None, Outputs()) == 0
+    assert f"written: {plot}\n" in capfd.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_costs_the_exit_status_and_not_the_table(tmp_path: Path, capfd):
+    args = Namespace(out=None, plot=tmp_path, profile=None, baseline=None)
+    bench: Any = SimpleNamespace(model=SimpleNamespace(name="tiny qwen_image"))
+    assert finish(args, bench, record(row(point(), [1.0])), None, Outputs()) == 1
+    out = capfd.readouterr().out
+    assert "step_wise" in out and "written" not in out
+
+
+def test_a_file_that_is_written_after_all_has_not_failed(tmp_path: Path):
+    outputs, path = Outputs(), tmp_path / "folder/file"
+    outputs.write(path, lambda path: path.write_text(""))
+    assert (outputs.written, outputs.failed) == ([], [path])
+    path.parent.mkdir()
+    for _ in range(2):
+        outputs.write(path, lambda path: path.write_text(""))
+    assert (outputs.written, outputs.failed) == ([path], [])
+
+
+def test_a_round_that_failed_is_told_of_a_row_that_was_measured():
+    made = make_row([run(point(), 1.0)], image_flop=1e9, peak=1e12, failed_rounds={2: "MemoryError: no room"})
+    text = tables(record(made, rounds=3))
+    assert text.splitlines()[-1] == "not complete: step_wise cap 4, round 2 of 3: MemoryError: no room"
+
+
+def test_a_row_that_failed_in_every_round_tells_each_reason_once():
+    assert failed_row(point(), ["no", "no", "never"])["error"] == "no; never"
+
+
+def test_the_table_of_log_prob_gaps_has_a_line_for_each_number_of_rows():
+    rows = [row(point(), [1.0]), row(point(lora_rank=8), [1.0]), row(point(cap=8), [1.0])]
+    rows[0]["log_prob_gap"] = {"recorded": {"0": [1e-6, 2e-6]}, "8": {"0": [0.0, 3e-5], "10": [1e-4, 1e-3]}}
+    rows[1]["log_prob_gap"] = {"recorded": {"1": [1.0, 1.0]}}
+    assert gaps(rows) == [
+        ["mode", "cap", "LoRA rank", "rows in a forward", "step 0", "step 1", "step 10"],
+        ["step_wise", "4", "0", "recorded", "1.0e-06, 2.0e-06", "", ""],
+        ["step_wise", "4", "0", "8", "0.0e+00, 3.0e-05", "", "1.0e-04, 1.0e-03"],
+        ["step_wise", "4", "8", "recorded", "", "1.0e+00, 1.0e+00", ""],
+    ]
+
+
+def test_a_record_tells_the_versions_of_python_and_of_what_decides_the_speed():
+    assert {"python", "verl-omni", "torch", "vllm-omni", "diffusers"} <= versions().keys()
 
 
 def test_a_ratio_that_rose_has_not_fallen():
@@ -171,11 +249,38 @@ def test_the_tolerance_has_a_floor_and_a_ceiling():
         assert [change.tolerance for change in changes(made, made)] == [expected]
 
 
-@pytest.mark.parametrize(("key", "value"), [("model", "tiny sd3"), ("steps", 4), ("height", 128)])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", "tiny sd3"),
+        ("steps", 4),
+        ("height", 128),
+        ("merge_lora", True),
+        ("engine", {"enforce_eager": True}),
+        ("seed", 1),
+    ],
+)
 def test_records_about_different_things_are_not_compared(key: str, value: Any):
     other = copy.deepcopy(three_modes())
     other["workload"][key] = value
     with pytest.raises(ConfigError, match=f"with {key} .*measure it anew"):
+        changes(three_modes(), other)
+
+
+def test_records_of_other_attention_are_not_compared_and_of_another_device_they_are():
+    with pytest.raises(ConfigError, match="with attention None, this run with TORCH_SDPA; measure it anew"):
+        changes(three_modes(), {**three_modes(), "attention": "TORCH_SDPA"})
+    assert changes(three_modes(), {**three_modes(), "device": "another"})
+
+
+def test_records_of_more_or_fewer_requests_are_compared_only_where_these_are_serial():
+    serial, whole, _ = (other := three_modes())["rows"]
+    serial["requests"] = 1
+    assert len(changes(three_modes(), other)) == 3
+    whole["requests"] = 16
+    with pytest.raises(
+        ConfigError, match="with 8 images in a repeat of request_level cap 4, this run with 16; write --r"
+    ):
         changes(three_modes(), other)
 
 

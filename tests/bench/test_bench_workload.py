@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from verl_omni.bench.flops import forward_flop
 from verl_omni.bench.full_size import TRANSFORMER
-from verl_omni.bench.workload import LOAD, RECIPES, Workload, arrival_times, request_count
+from verl_omni.bench.measure import Bench
+from verl_omni.bench.workload import LOAD, RECIPES, SERIAL_REQUESTS, Workload, arrival_times, request_count
+from verl_omni.workers.config import DiffusionRolloutConfig
 
 QWEN, SD3 = (
     Workload(height=64, width=32, steps=10, cfg=4.0, n=4, text=(20, 90), recipe=RECIPES["QwenImagePipeline"]),
@@ -34,7 +37,7 @@ def test_a_group_shares_its_prompt_and_no_two_groups_do():
 
 def test_a_prompt_has_the_length_that_was_drawn_after_the_template_which_is_dropped():
     lengths = QWEN.lengths(50)
-    assert {20, 90} >= {min(lengths) // 20 * 20, 90} and min(lengths) >= 20 and max(lengths) <= 90
+    assert min(lengths) >= 20 and max(lengths) <= 90
     assert len(set(lengths)) > 20
     requests = dataclasses.replace(QWEN, n=1).requests(50, "a")
     assert [len(request.prompt_token_ids) - 34 for request in requests] == lengths
@@ -54,6 +57,8 @@ def test_each_encoder_of_sd3_gets_as_much_as_it_takes_and_a_long_prompt_raises_t
         assert len(request.prompt_token_ids_3) == length
         assert request.max_sequence_length == 300 and request.negative_prompt_token_ids is None
     assert SD3.text_tokens(20) == 77 + 300
+    limited = dataclasses.replace(SD3, max_sequence_length=320)
+    assert limited.text_tokens(20) == 77 + 320 and limited.requests(1, "a")[0].max_sequence_length == 320
     assert dataclasses.replace(SD3, text=(20, 250)).text_tokens(20) == 77 + 256
     assert dataclasses.replace(SD3, text=(20, 250)).requests(1, "a")[0].max_sequence_length is None
 
@@ -74,6 +79,27 @@ def test_arrivals_are_seeded_and_outrun_the_engine():
 )
 def test_requests_are_whole_groups_and_enough_for_the_waves(cap: int, n: int, waves: int, count: int):
     assert request_count(cap, n, waves) == count
+
+
+@pytest.mark.parametrize(
+    ("n", "requests", "most", "group", "count"),
+    [
+        (16, None, SERIAL_REQUESTS, 8, 8),
+        (3, None, SERIAL_REQUESTS, 3, 3),
+        (1, None, SERIAL_REQUESTS, 1, 2),
+        (16, 64, SERIAL_REQUESTS, 8, 8),
+        (3, 64, SERIAL_REQUESTS, 3, 6),
+        (1, 4, SERIAL_REQUESTS, 1, 4),
+        (16, 64, None, 16, 64),
+    ],
+)
+def test_serial_mode_gets_few_requests_in_whole_groups(n: int, requests: int | None, most: int | None, group, count):
+    model: Any = None
+    load = dataclasses.replace(SD3, n=n)
+    bench = Bench(model=model, load=load, rollout=DiffusionRolloutConfig(), requests=requests, most_serial=most)
+    assert (bench.workload("serial").n, bench.count("serial", 1)) == (group, count)
+    assert bench.workload("step_wise") is load
+    assert bench.count("step_wise", 16) == (requests or request_count(16, n, 2))
 
 
 def test_flop_of_a_forward_are_the_published_ones():

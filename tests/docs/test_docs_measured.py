@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, blocks, commands
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks, commands, prose
 from verl_omni.bench.arguments import parse
+from verl_omni.bench.compare import TOLERANCES
 from verl_omni.bench.plot import save_plot
 from verl_omni.bench.report import gaps, speed, stages
+from verl_omni.bench.workload import SERIAL_REQUESTS
 
 MODELS = {"qwen_image": "Qwen-Image", "sd3": "SD3.5"}
 PERF = DOCS / "perf/rollout.md"
+FOLDERS = ("benchmarks", "docs", "examples", "requirements", "tests", "verl_omni")
 PUBLISHED = {"qwen_image": ("32×16", 512, "226.4 s → 107.9 s (−52 %)"), "sd3": ("8×8", 64, "25.4 s → 22.3 s (−12 %)")}
 """Prompts × images of a step, images, and seconds serial → batched as published for these recipes."""
 
@@ -88,6 +91,23 @@ def test_every_command_of_the_bench_in_the_docs_can_be_given():
     assert bench
     for command in bench:
         parse(command[3:], "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_block_names_no_file_of_the_project_that_is_not_there(page: Path):
+    """Whatever its language: only bash is looked at elsewhere."""
+    for fenced in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for name in re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w/.-]*\.\w+", fenced):
+            assert (ROOT / name).is_file(), name
+
+
+def test_the_page_tells_by_how_much_a_ratio_may_fall():
+    least, most = (f"{100 * tolerance:.0f} %" for tolerance in TOLERANCES)
+    assert f"but at least {least} and at most {most}," in prose(PERF)
+
+
+def test_the_page_tells_how_many_requests_serial_mode_gets():
+    assert f"in serial mode, where that takes long and tells no more, at most {SERIAL_REQUESTS}," in prose(PERF)
 
 
 def test_make_bench_repeats_the_record_that_it_compares_with():

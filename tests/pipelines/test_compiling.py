@@ -3,18 +3,48 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
 
-pytestmark = pytest.mark.engine
+
+def pipeline(**parts):
+    """What ``setup_compile`` looks at."""
+    config = SimpleNamespace(diffusion_compile_dynamic=True, diffusion_compile_granularity="full")
+    common = {"device": torch.device("cpu"), "od_config": config, "decode_rows": 4, "compiled_beside": lambda: ()}
+    return SimpleNamespace(**common | parts)
 
 
+@pytest.mark.parametrize(
+    ("declared", "compiled"),
+    [(None, ["transformer", "transformer_2"]), (["transformer"], ["transformer"]), (["unet", "absent"], ["unet"])],
+)
+def test_the_modules_that_the_engine_would_compile_are_compiled(declared, compiled):
+    modules = {name: nn.Linear(2, 2) for name in ("transformer", "transformer_2", "unet")}
+    VllmOmniPipelineBase.setup_compile(pipeline(**modules, _dit_modules=declared))
+    assert [name for name, module in modules.items() if module._compiled_call_impl is not None] == compiled
+
+
+def test_a_compilation_that_fails_is_logged_here_as_the_engine_only_warns(caplog):
+    def fuse():
+        raise RuntimeError("no such kernel")
+
+    broken = pipeline(device=torch.device("cuda"), transformer=nn.Linear(2, 2), fuse=fuse)
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        VllmOmniPipelineBase.setup_compile(broken)
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "runs eagerly" in record.message and "no such kernel" in caplog.text
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")]
 )

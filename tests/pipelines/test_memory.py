@@ -1,8 +1,7 @@
-"""The forecast of device memory, and what happens when it runs out."""
+"""The forecast of device memory, and the rule for what runs out of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from types import SimpleNamespace
@@ -11,9 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from verl_omni.pipelines import memory
 from verl_omni.pipelines.memory import (
@@ -30,11 +26,7 @@ from verl_omni.pipelines.memory import (
     rows_that_fit,
 )
 from verl_omni.pipelines.params import RequestError
-from verl_omni.pipelines.registry import AdapterRegistry
-from verl_omni.pipelines.rows import Rollout, Row, TextBatch
-from verl_omni.testing.harness import AdapterEngine
-from verl_omni.workers.rollout.plan import RolloutMode
-from verl_omni.workers.rollout.request import RolloutRequest
+from verl_omni.pipelines.rows import Rollout, Row
 
 CPU = torch.device("cpu")
 
@@ -69,10 +61,55 @@ def test_a_little_less_memory_changes_nothing():
     assert rows_that_fit(32, row_cost=10, available=math.inf) == 32
 
 
-def test_what_the_driver_has_and_torch_has_not_handed_out_is_free_on_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+class Cuda:
+    """torch's word on the memory of two CUDA devices; `segments` are (device, pool, bytes, bytes handed out)."""
+
+    def __init__(self, monkeypatch, free, segments):
+        self.segments, self.snapshots, self.returned = segments, 0, 0
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10 * free))
+        for name, call in (("memory_stats", self.stats), ("memory_snapshot", self.snapshot)):
+            monkeypatch.setattr(torch.cuda, name, call)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+        memory._idle_in_private_pools.cache_clear()
+
+    def stats(self, device):
+        own = [segment for segment in self.segments if segment[0] == device.index]
+        reserved, allocated = (sum(segment[i] for segment in own) for i in (2, 3))
+        return {
+            "reserved_bytes.all.current": reserved,
+            "allocated_bytes.all.current": allocated,
+            "reserved_bytes.all.allocated": reserved + self.returned,
+            "reserved_bytes.all.freed": self.returned,
+        }
+
+    def snapshot(self):
+        self.snapshots += 1
+        names = ("device", "segment_pool_id", "total_size", "allocated_size")
+        return [dict(zip(names, segment, strict=True)) for segment in self.segments]
+
+
+def test_what_the_driver_has_and_torch_has_not_handed_out_is_free_on_cuda_but_for_private_pools(monkeypatch):
+    default, graphs, weights = (0, 0), (0, 7), (2, 0)
+    own = [(0, default, 500, 300), (0, default, 40, 0), (0, graphs, 700, 100)]
+    segments = [*own, (1, default, 90, 0), (1, weights, 80, 0)]
+    cuda = Cuda(monkeypatch, 1000, segments)
+    assert free_memory(torch.device("cuda", 0)) == 1000 + (500 - 300) + 40
+    assert free_memory(torch.device("cuda", 1)) == 1000 + 90
+    segments[0] = (0, default, 500, 450)
+    assert [free_memory(torch.device("cuda", 0)) for _ in range(3)] == [1000 + (500 - 450) + 40] * 3
+    assert cuda.snapshots == 3  # one a device, and device 0 again after device 1
+    segments.append((0, (3, 0), 600, 0))  # a graph is captured
+    assert free_memory(torch.device("cuda", 0)) == 1000 + (500 - 450) + 40
+    del segments[-1]  # and dropped
+    cuda.returned = 600
+    assert free_memory(torch.device("cuda", 0)) == 1000 + (500 - 450) + 40
+    assert cuda.snapshots == 5
+
+
+def test_an_allocator_without_snapshots_has_no_private_pools(monkeypatch):
+    Cuda(monkeypatch, 1000, [(0, (0, 0), 500, 300)])
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.delattr(torch.cuda, "memory_snapshot")
     assert free_memory(torch.device("cuda", 0)) == 1000 + 500 - 300
 
 
@@ -174,7 +211,7 @@ class Runs:
         return rows**2
 
     def run(self, *parts, cost=10):
-        done = self.limit.run(parts, self, cost=lambda part: cost, told=lambda part: "8x8 pixels")
+        done = self.limit.run(parts, self, cost=lambda part: cost, describe=lambda part: "8x8 pixels")
         assert torch.equal(torch.cat([result for _, result in done]), torch.cat(parts) ** 2)
         assert all(torch.equal(part**2, result) for part, result in done)
         sizes, self.sizes = self.sizes, []
@@ -218,12 +255,23 @@ def test_one_row_that_does_not_fit_is_an_error_that_says_what_to_change():
         runs.run(torch.arange(1))
 
 
+def test_what_several_devices_run_together_is_not_repeated_by_one_of_them():
+    runs = Runs(fits=3)
+    runs.limit = forward_limit(CPU, runs.halve, devices=2)
+    with pytest.raises(torch.OutOfMemoryError, match=r"over 6 rows .*8x8.* 2 devices .*; write rollout\.\S+=2: .*2.00"):
+        runs.run(torch.arange(6))
+    assert (runs.sizes, runs.halvings, runs.limit.most) == ([6], 0, math.inf)
+    runs.fits, runs.held = 0, None
+    with pytest.raises(RequestError, match="over one row alone"):
+        runs.run(torch.arange(1))
+
+
 def test_other_errors_pass():
     def run(part):
         raise KeyError("planted")
 
     with pytest.raises(KeyError, match="planted"):
-        forward_limit(CPU, print).run([torch.arange(2)], run, cost=len, told=str)
+        forward_limit(CPU, print).run([torch.arange(2)], run, cost=len, describe=str)
 
 
 def test_the_cache_of_a_cuda_device_is_freed_before_a_part_is_repeated(monkeypatch):
@@ -235,213 +283,5 @@ def test_the_cache_of_a_cuda_device_is_freed_before_a_part_is_repeated(monkeypat
         if len(rows) > 1:
             raise out_of_memory()
 
-    forward_limit(torch.device("cuda", 0), lambda: None).run([torch.arange(2)], run, cost=lambda _: 1, told=str)
+    forward_limit(torch.device("cuda", 0), lambda: None).run([torch.arange(2)], run, cost=lambda _: 1, describe=str)
     assert events == [2, "freed", 1, 1]
-
-
-# ---- the engine
-
-ENGINES = [
-    ("qwen", "QwenImagePipeline", RolloutMode.REQUEST_LEVEL),
-    ("qwen", "QwenImagePipeline", RolloutMode.STEP_WISE),
-    ("sd3", "StableDiffusion3Pipeline", RolloutMode.STEP_WISE),
-]
-
-
-@pytest.fixture(scope="module", params=ENGINES, ids=lambda p: f"{p[0]}-{p[2]}")
-def engine(request):
-    family, architecture, mode = request.param
-    model = request.getfixturevalue(f"tiny_{family}")
-    with AdapterEngine(AdapterRegistry.get_class(architecture), model, mode) as engine:
-        yield engine
-
-
-@pytest.fixture
-def asked(engine):
-    """Eight guided requests with texts of three lengths. What errors taught before is forgotten."""
-    engine.pipeline.release()
-    engine.pipeline.read_stats(reset=True)
-    prompts = ["hi", "a red circle on white", "a blue square, and beside it many more words that make it long"]
-    return [
-        RolloutRequest(
-            request_id=f"r{seed}",
-            prompt=prompts[seed % 3],
-            negative_prompt="blurry",
-            **{engine.pipeline.cfg_key: 4.0},
-            height=64,
-            width=64,
-            num_inference_steps=4,
-            sde_window_size=2,
-            seed=seed,
-        )
-        for seed in range(8)
-    ]
-
-
-def same(outputs, wanted):
-    for a, b in zip(outputs, wanted, strict=True):
-        for name in ("trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
-            torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=1e-5, rtol=0)
-        assert int((a.images[0].int() - b.images[0].int()).abs().max()) <= 1
-    return True
-
-
-def watched(engine, monkeypatch, hook, fails):
-    """Sizes of the calls of `hook`, which raises the error that ``fails(*arguments)`` returns."""
-    stock, sizes = getattr(engine.pipeline, hook), []
-
-    def call(rows, *args):
-        sizes.append(len(rows))
-        if (error := fails(rows, *args)) is not None:
-            raise error
-        return stock(rows, *args)
-
-    monkeypatch.setattr(engine.pipeline, hook, call, raising=False)
-    return sizes
-
-
-def room_for(rows, error, before=1001):
-    """What fails where the tokens of a forward are more than those of `rows` of the eight in the first one.
-
-    Only at timesteps below `before`.
-    """
-    whole = []
-
-    def fails(latents, timesteps, text, size):
-        tokens = len(latents) * (16 + text.embeds.shape[1])
-        whole.append(tokens)
-        return error if tokens > rows / 8 * whole[0] and timesteps.max() < before else None
-
-    return fails
-
-
-@pytest.mark.engine
-def test_a_forward_that_runs_out_of_memory_is_halved_and_every_request_finishes_as_without(engine, asked, monkeypatch):
-    wanted = engine.run(*asked)
-    engine.pipeline.read_stats(reset=True)
-    sizes = watched(engine, monkeypatch, "predict_velocity", room_for(3, out_of_memory()))
-    assert same(engine.run(*asked), wanted)
-    assert sizes[:6] == [8, 4, 2, 2, 2, 2]
-    stats = engine.pipeline.read_stats(reset=True)
-    assert stats.out_of_memory == 2
-    assert stats.batch_sizes == {2: 4 * 4}
-    sizes.clear()
-    assert same(engine.run(*asked), wanted)
-    assert max(sizes) < 8 and sizes[:4] == [2] * 4
-    assert engine.pipeline.stats.out_of_memory == 0
-    engine.pipeline.release()
-    engine.run(*asked)
-    assert engine.pipeline.stats.out_of_memory == 2
-
-
-@pytest.mark.engine
-def test_memory_that_is_short_from_the_middle_of_a_trajectory_on_changes_no_value(engine, asked, monkeypatch):
-    wanted = engine.run(*asked)
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
-    sizes = watched(engine, monkeypatch, "predict_velocity", room_for(5, error, before=900))
-    assert same(engine.run(*asked), wanted)
-    assert sizes[:2] == [8, 8] and sizes[-1] in (4, 8) and set(sizes) == {8, 4}
-    assert engine.pipeline.stats.out_of_memory == 1
-
-
-@pytest.mark.engine
-def test_a_decode_that_runs_out_of_memory_is_halved_and_the_limit_stays(engine, asked, monkeypatch):
-    wanted = engine.run(*asked)
-    sizes = watched(engine, monkeypatch, "decode", lambda x, *_: out_of_memory() if len(x) > 3 else None)
-    assert same(engine.run(*asked), wanted)
-    assert sizes == [8, 4, 2, 2, 2, 2]
-    assert same(engine.run(*asked), wanted)
-    assert sizes[6:] == [2] * 4
-    assert engine.pipeline.stats.out_of_memory == 2
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("hook", ["predict_velocity", "decode"])
-def test_a_row_that_does_not_fit_alone_ends_its_own_request_and_no_other(engine, asked, monkeypatch, hook):
-    wanted = engine.run(*asked)
-    final = engine.run(dataclasses.replace(asked[5], output_type="latent"))[0].images[0][0]
-    mark = final if hook == "decode" else wanted[5].trajectory_latents[0, 0]
-
-    def fails(rows, *_):
-        return out_of_memory() if any(torch.allclose(row, mark, atol=1e-4) for row in rows) else None
-
-    watched(engine, monkeypatch, hook, fails)
-    outputs = engine.run(*asked)
-    assert "over one row alone (64x64 pixels" in str(outputs[5]) and "ask for a smaller height" in str(outputs[5])
-    assert same(outputs[:5] + outputs[6:], wanted[:5] + wanted[6:])
-
-
-@pytest.mark.engine
-def test_the_free_memory_bounds_a_forward_where_the_plan_does_not_and_is_asked_for_once_a_gather(
-    engine, asked, monkeypatch
-):
-    pipeline, asks = engine.pipeline, []
-    wanted = engine.run(*asked)
-    sizes = watched(engine, monkeypatch, "predict_velocity", lambda *_: None)
-    monkeypatch.setattr(memory, "kept_bytes", lambda states: 0)
-    monkeypatch.setattr(memory, "free_memory", lambda device: asks.append(device) or 50 / (1 - SAFETY_SHARE))
-    monkeypatch.setattr(
-        pipeline, "row_bytes", lambda image, text: 10 if image == 16 and text > 1 else 99, raising=False
-    )
-    assert same(engine.run(*asked), wanted)
-    assert sizes == [4] * 2 * 2 * 4
-    assert asks == [pipeline.device]
-    engine.run(asked[0])
-    assert len(asks) == 1
-    monkeypatch.setattr(pipeline, "rows_per_forward", 3)
-    sizes.clear()
-    assert same(engine.run(*asked), wanted)
-    assert sizes == [3, 3, 2] * 2 * 4
-    assert len(asks) == 1
-    assert pipeline.stats.out_of_memory == 0
-
-
-@pytest.mark.engine
-def test_a_transformer_of_unknown_width_gives_no_forecast(engine, asked, monkeypatch):
-    monkeypatch.setattr(engine.pipeline.transformer, "inner_dim", 64)
-    monkeypatch.delattr(engine.pipeline.transformer, "inner_dim")
-    monkeypatch.setattr(memory, "kept_bytes", lambda states: 0)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10)
-    assert engine.pipeline.row_bytes(16, 10) == 0
-    sizes = watched(engine, monkeypatch, "predict_velocity", lambda *_: None)
-    engine.run(*asked)
-    assert set(sizes) == {8}
-
-
-class Alive(TorchDispatchMode):
-    """Most bytes of tensors that operations made and that were alive at a time."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.stores, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                store = tensor.untyped_storage()
-                self.stores[store._cdata] = StorageWeakRef(store), store.nbytes()
-        self.stores = {key: kept for key, kept in self.stores.items() if not kept[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.stores.values()))
-        return out
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("lengths", ["equal", "masked"])
-def test_a_forward_takes_no_more_than_its_forecast_and_more_than_half_of_it(engine, lengths):
-    pipeline, rows, size = engine.pipeline, 4, (256, 256)
-
-    def peak():
-        shape = pipeline.latent_shape(*size)
-        short, long = (pipeline.encode(pipeline.text_to_ids(text), 128) for text in ("hi", "a red circle on white"))
-        texts = [short if lengths == "masked" and pipeline.masks_text else long, *[long] * (rows - 1)]
-        text = TextBatch.collate(texts)
-        latents = torch.randn(rows, *shape)
-        alive = Alive([*pipeline.transformer.parameters(), latents, text.embeds])
-        with alive:
-            pipeline.predict_velocity(latents, torch.full((rows,), 500.0), text, size)
-        return alive.peak, rows * pipeline.row_bytes(pipeline.image_tokens(shape), text.embeds.shape[1])
-
-    taken, forecast = engine.call(peak)
-    assert forecast / 2 < taken <= forecast

@@ -124,7 +124,7 @@ def test_new_base_weights_get_the_lora_that_was_merged(fails):
     base, new = bits(layer), linear(torch.bfloat16, 7)
     merged.merge([part(layer)])
     loading = pytest.raises(OSError, match="ends here") if fails else nullcontext()
-    with loading, merged.lifted():
+    with loading, merged.unmerged():
         assert bits(layer) == base
         with torch.no_grad():
             layer.weight.copy_(new.weight)

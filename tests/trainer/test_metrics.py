@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.docs.pages import DOCS, code_spans, tables
+from tests.pipelines.stats import STATS
 from verl_omni.algorithms.flow_grpo import group_advantages
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.reward_loop.item import RewardResult
@@ -28,15 +29,6 @@ from verl_omni.trainer.diffusion.metrics import (
 from verl_omni.workers.config import DiffusionLossConfig
 from verl_omni.workers.diffusion_losses import get_diffusion_loss_fn
 
-STATS = RolloutStats(
-    batch_sizes={16: 3, 1: 2},
-    waves=2,
-    encodes_requested=5,
-    encodes_computed=3,
-    stage_s={"denoise": 1.5, "decode": 0.25},
-    compiled_graphs=4,
-    out_of_memory=1,
-)
 FROM_THE_WORKER = {"loss", "pg_loss", "kl_loss", "grad_norm", "skipped_steps", "lr", "first_ratio_max_dev"}
 
 totals = st.lists(st.tuples(st.floats(-1e3, 1e3, width=32), st.sampled_from("abcd")), min_size=1, max_size=24)
@@ -121,7 +113,7 @@ def test_advantages_may_have_one_value_a_sample():
 
 
 def test_batches_are_those_that_ran():
-    assert rollout_metrics(STATS, policy_version=7, failed=1) == {
+    assert rollout_metrics(STATS, policy_version=7, failed=1, requests_retried=3, servers_restarted=2) == {
         "rollout/batch_size_mean": (3 * 16 + 2 * 1) / 5,
         "rollout/batch_size_max": 16,
         "rollout/forwards": 5,
@@ -136,6 +128,8 @@ def test_batches_are_those_that_ran():
         "rollout/compiled_graphs": 4,
         "rollout/out_of_memory": 1,
         "rollout/failed": 1,
+        "rollout/requests_retried": 3,
+        "rollout/servers_restarted": 2,
         "rollout/policy_version": 7,
     }
     assert rollout_metrics(RolloutStats(), policy_version=0)["rollout/batch_size_mean"] == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +100,7 @@ def test_the_memory_is_all_that_the_device_has_and_unknown_on_a_cpu(monkeypatch)
     monkeypatch.setattr(type(current_omni_platform), "is_cuda_alike", lambda self: False)
     assert device_memory_gib() is None
     monkeypatch.setattr(type(current_omni_platform), "is_cuda_alike", lambda self: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=3 * 2**30))
+    monkeypatch.setattr(type(current_omni_platform), "get_device_total_memory", lambda self: 3 * 2**30, raising=False)
     assert device_memory_gib() == 3.0
 
 

@@ -1,10 +1,13 @@
 """Changes of the policy on a running engine: LoRA, weights, sleep."""
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from tests.workers.engines import BATCHED, MERGED, SERIAL, STEP_ONLY, same, solo
+from tests.workers.engines import BATCHED, MERGED, SERIAL, STEP_ONLY, collect, same, solo
 from tests.workers.policies import write_lora
 from verl_omni.pipelines import worker_extension
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
@@ -107,6 +110,47 @@ def test_a_merged_lora_stays_through_new_weights_refused_changes_and_sleep(engin
     policies = [base, *(first for first, _ in pairs)]
     assert not any(same(a, b, 1e-3) for i, a in enumerate(policies) for b in policies[:i])
     assert [sample.policy_version - version for sample in pairs[0]] == [1, 1]
+
+
+async def rescored(engine, requests, recorded, rows, *loras):
+    """Log-probs [N, W] of what was recorded, with so many rows in a forward and `loras`, in turn, named by requests."""
+    asked = []
+    for request, lora in zip(requests, itertools.cycle(loras or [{}])):
+        prompt, knobs = request.to_engine()
+        asked.append((prompt, OmniDiffusionSamplingParams(**knobs, **lora)))
+    latents = torch.cat([sample.trajectory_latents for sample in recorded])
+    return await engine.call_worker("rescore", asked, latents, rows)
+
+
+@pytest.mark.parametrize("kind", [*BATCHED, *MERGED], indirect=True, ids=str)
+def test_recorded_steps_are_scored_again_by_their_policy_in_any_batch_shape(engine, kind, run, ask, loras):
+    requests = [ask(f"r{seed}", seed=seed) for seed in range(3)]
+
+    async def burst():
+        items = await collect(engine, requests)
+        return [items[request.request_id] for request in requests]
+
+    async def scenario():
+        base = await burst()
+        by_base = [await rescored(engine, requests, base, rows) for rows in (1, 2)]
+        await engine.load_lora(loras[0], scale=0.5)
+        changed = await burst()
+        lora = {"lora_request": engine._lora, "lora_scale": engine._lora_scale}
+        by_lora = [await rescored(engine, requests, changed, rows, lora) for rows in (1, 2)]
+        other = await rescored(engine, requests, base, 2, lora)
+        with pytest.raises(RolloutError, match=r"rescore failed: .*several LoRAs, or scales"):
+            await rescored(engine, requests, base, 2, lora, lora | {"lora_scale": 0.25})
+        # The LoRA stays in the layers after the last request that named it.
+        none_named = await rescored(engine, requests, base, 2)
+        await engine.remove_lora()
+        return base, by_base, changed, by_lora, other, none_named
+
+    base, by_base, changed, by_lora, other, none_named = run(scenario())
+    for samples, scores in ((base, by_base), (changed, by_lora)):
+        recorded = torch.cat([sample.trajectory_log_probs for sample in samples])
+        assert all(torch.allclose(recorded, score, atol=1e-5, rtol=0) for score in scores)
+    assert torch.equal(none_named, other if kind.merge_lora else by_base[1])
+    assert not torch.allclose(other, by_base[1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("leaf", ["to_q", "to_out.0", "add_k_proj", "to_add_out"])

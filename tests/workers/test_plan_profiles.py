@@ -13,7 +13,7 @@ from tests.workers.plans import ALL, BOTH, REQUEST, SENSIBLE, config, key_of, ov
 from verl_omni.workers.rollout.asked import ROLLOUT
 from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE
 from verl_omni.workers.rollout.plan import DEFAULT_MAX_NUM_SEQS, PlanError, RolloutMode, RolloutPlan, resolve_plan
-from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
+from verl_omni.workers.rollout.profile import ProfileFailure, ProfileKey, ProfilePoint, RolloutProfile
 
 STEPS, WHOLE, SERIAL = (mode.value for mode in RolloutMode)
 
@@ -118,6 +118,41 @@ def test_memory_alone_makes_no_run_serial():
     assert len(got.notes) == 1
 
 
+# images/s, caps that failed, the cap that is set → mode, part of the reason
+FAILED: list[tuple[dict[str, dict[int, float]], dict[str, list[int]], int | None, str, str]] = [
+    (
+        {WHOLE: {8: 1.0}},
+        {STEPS: [8]},
+        None,
+        WHOLE,
+        "request_level is fastest; step_wise failed when it was to be measured",
+    ),
+    ({WHOLE: {8: 1.0}}, {STEPS: [8]}, 8, WHOLE, "step_wise failed"),
+    ({WHOLE: {8: 1.0, 4: 1.0}}, {STEPS: [8]}, 4, STEPS, "auto: not measured at max_num_seqs=4, step_wise is preferred"),
+    ({WHOLE: {8: 1.0}, STEPS: {4: 9.0}}, {STEPS: [8]}, None, STEPS, "step_wise is fastest"),
+    ({WHOLE: {8: 1.0}, STEPS: {8: 9.0}}, {STEPS: [8]}, None, STEPS, "step_wise is fastest"),
+    ({WHOLE: {8: 1.0}, STEPS: {4: 9.0}}, {STEPS: [8]}, 8, WHOLE, "request_level is fastest; step_wise failed"),
+    ({WHOLE: {8: 1.0}, SERIAL: {1: 9.0}}, {STEPS: [8]}, None, SERIAL, "serial is fastest; step_wise failed"),
+    ({SERIAL: {1: 9.0}}, {STEPS: [8]}, None, WHOLE, "auto: not measured, request_level is preferred; step_wise failed"),
+    (
+        {SERIAL: {1: 9.0}},
+        {STEPS: [8], WHOLE: [8]},
+        None,
+        STEPS,
+        "auto: not measured, step_wise is preferred; step_wise",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rates", "failed", "cap", "mode", "reason"), FAILED)
+def test_auto_leaves_out_a_batching_mode_that_failed_when_it_was_to_be_measured(rates, failed, cap, mode, reason):
+    rollout = config(batching_mode="auto", max_num_seqs=cap)
+    failures = (ProfileFailure(mode=m, max_num_seqs=c, error="no room") for m, caps in failed.items() for c in caps)
+    profile = replace(profile_of(rollout, rates), failed=tuple(failures))
+    got = resolve_plan(rollout, BOTH, profile)
+    assert (got.mode.value, reason in got.reason) == (mode, True), got.reason
+
+
 def test_auto_compares_the_modes_at_the_caps_at_which_they_would_run():
     rollout = config(batching_mode="auto")
     rates = {STEPS: {4: 1.96, 8: 2.0}, WHOLE: {4: 1.93, 8: 1.93, 16: 1.93 / (1 - TIE)}}
@@ -167,6 +202,8 @@ OTHER: dict[str, Any] = {
     "height": 256,
     "width": None,
     "num_inference_steps": 50,
+    "max_sequence_length": 128,
+    "output_type": "latent",
     "cfg": False,
     "lora_rank": 64,
     "lora_merged": True,

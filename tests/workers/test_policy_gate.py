@@ -147,3 +147,61 @@ def test_a_change_may_bring_its_number_and_a_failed_one_leaves_the_old():
         return gate
 
     assert asyncio.run(scenario()).version == 13
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("cancels", [1, 2])
+def test_a_change_that_has_begun_ends_before_its_cancelled_caller(cancels: int, fails: bool):
+    async def scenario() -> None:
+        gate, begun, leave = PolicyGate(), asyncio.Event(), asyncio.Event()
+
+        async def change() -> None:
+            begun.set()
+            await leave.wait()
+            if fails:
+                raise RuntimeError("refused")
+
+        caller = asyncio.create_task(gate.carry_out(change, version=7))
+        await begun.wait()
+        for _ in range(cancels):
+            caller.cancel()
+            await settle()
+        assert not caller.done() and gate.version == 0
+        leave.set()
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await caller
+        assert gate.version == (0 if fails else 7)
+        assert (repr(cancelled.value.__cause__) == "RuntimeError('refused')") is fails
+        async with gate.trajectory() as version:
+            assert version == gate.version
+
+    asyncio.run(scenario())
+
+
+def test_a_change_that_is_cancelled_while_it_waits_never_begins():
+    async def scenario() -> None:
+        actors = Actors()
+        await actors.start(actors.trajectory, "a")
+        caller = asyncio.create_task(actors.gate.carry_out(lambda: pytest.fail("it began")))
+        await settle()
+        caller.cancel()
+        await actors.end("a")
+        assert caller.cancelled() and actors.gate.version == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_change_that_is_carried_out_gives_its_result_or_its_error():
+    async def scenario() -> None:
+        gate = PolicyGate()
+
+        async def fail() -> None:
+            raise RuntimeError("refused")
+
+        assert await gate.carry_out(lambda: asyncio.sleep(0, "done")) == "done"
+        assert gate.version == 1
+        with pytest.raises(RuntimeError, match="refused"):
+            await gate.carry_out(fail)
+        assert gate.version == 1
+
+    asyncio.run(scenario())

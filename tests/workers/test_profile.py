@@ -14,6 +14,8 @@ from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout import profile_key
 from verl_omni.workers.rollout.launch import engine_arguments
 from verl_omni.workers.rollout.profile import (
+    LARGEST_CAP,
+    ProfileFailure,
     ProfileKey,
     ProfilePoint,
     RolloutProfile,
@@ -42,6 +44,24 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path):
     assert loaded.key.differences(key_of(rollout)) == ()
 
 
+def test_what_failed_beside_the_points_comes_back_too(tmp_path: Path):
+    failed = tuple(ProfileFailure(mode="step_wise", max_num_seqs=cap, error="no room") for cap in (8, 16))
+    profile = replace(profile_of(config(), {"step_wise": {8: 1.5}, "serial": {1: 1.0}}), failed=failed)
+    profile.save(tmp_path / "profile.json")
+    loaded = RolloutProfile.load(tmp_path / "profile.json")
+    assert loaded == profile
+    assert loaded.failed_caps("step_wise") == {16}  # 8 was measured as well
+    assert loaded.failed_caps("request_level") == set()
+    good = (tmp_path / "profile.json").read_text()
+    data = json.loads(good)
+    bad_files = [good.replace('"no room"', "3"), good.replace('"error"', '"reason"')]
+    bad_files += [json.dumps({**data, **more}) for more in ({"failed": {}}, {"more": []}, {"failed": [{"mode": "x"}]})]
+    for bad in bad_files:
+        (tmp_path / "profile.json").write_text(bad)
+        with pytest.raises(ConfigError, match=r"profile\.json"):
+            RolloutProfile.load(tmp_path / "profile.json")
+
+
 def test_a_file_that_is_no_profile_is_an_error_that_names_it(tmp_path: Path):
     path = tmp_path / "profile.json"
     profile_of(config(), {"step_wise": {8: 1.5}}).save(path)
@@ -50,6 +70,7 @@ def test_a_file_that_is_no_profile_is_an_error_that_names_it(tmp_path: Path):
     bad_files = ["", "[]", '{"key": {}}', good.replace("step_wise", "stepwise"), good.replace("1.5", "-1")]
     bad_files += [good.replace("step_wise", "serial"), good.replace('"attention"', '"backend"')]
     bad_files += [good.replace('"peak_memory_gib": null', '"peak_memory_gib": -1'), '{"key": {}, "points": []}']
+    bad_files += ["[" * 100_000, good.replace('"max_num_seqs": 8', f'"max_num_seqs": {LARGEST_CAP + 1}')]
     for bad in bad_files:
         path.write_text(bad)
         with pytest.raises(ConfigError, match=r"profile\.json"):
@@ -74,6 +95,46 @@ def test_of_a_folder_the_profile_that_matches_is_used_else_the_nearest_one_named
         "dtype: measured with bfloat16, now float16",
     )
     assert load_profiles(tmp_path / "b.json") == [profile]
+
+
+def test_of_a_folder_what_is_no_profile_is_left_out_and_told(tmp_path: Path, caplog):
+    profile = profile_of(config(), {"step_wise": {8: 1.5}})
+    profile.save(tmp_path / "b.json")
+    (tmp_path / "a.json").write_text('{"workload": {}, "rows": [], "device": "CPU"}')
+    (tmp_path / ".hidden.json").write_text("{")
+    (tmp_path / "folder.json").mkdir()
+    assert load_profiles(tmp_path) == [profile]
+    (told,) = caplog.messages
+    assert told.startswith("left out: rollout profile ") and "a.json: it must be an object with" in told
+    (tmp_path / "b.json").unlink()
+    with pytest.raises(ConfigError, match="the folder holds no profile; measure one"):
+        load_profiles(tmp_path)
+
+
+def test_of_two_profiles_that_match_the_first_is_used_and_told(caplog):
+    profile = profile_of(config(), {"step_wise": {8: 1.5}})
+    two = [replace(profile, source=name) for name in ("a.json", "b.json")]
+    stale = replace(profile, key=replace(profile.key, height=64), source="c.json")
+    assert nearest_profile([stale, *two], profile.key).source == "a.json"
+    assert caplog.messages == ["of the rollout profiles that hold for this run a.json is used, and not b.json"]
+    caplog.clear()
+    assert nearest_profile([stale, two[1]], profile.key).source == "b.json" and not caplog.messages
+
+
+def test_numbers_that_are_written_as_text_are_read_as_numbers(tmp_path: Path):
+    rollout = config()
+    profile = profile_of(rollout, {"step_wise": {8: 1.5}}, {"step_wise": {8: 3.5}})
+    profile = replace(profile, failed=(ProfileFailure(mode="step_wise", max_num_seqs=16, error="no room"),))
+    profile.save(tmp_path / "profile.json")
+    data = json.loads((tmp_path / "profile.json").read_text())
+    numbers = {"height", "width", "num_inference_steps", "lora_rank", "cfg", "compiled", "lora_merged"}
+    numbers |= {"max_num_seqs", "images_per_s", "peak_memory_gib"}
+    for part in (data["key"], *data["points"], *data["failed"]):
+        part |= {name: str(value) for name, value in part.items() if name in numbers}
+    (tmp_path / "profile.json").write_text(json.dumps(data))
+    loaded = RolloutProfile.load(tmp_path / "profile.json")
+    assert loaded == profile and loaded.key.differences(key_of(rollout)) == ()
+    assert repr(loaded.points) == repr(profile.points) and repr(loaded.failed) == repr(profile.failed)
 
 
 def test_a_folder_without_profiles_is_an_error_that_says_how_to_make_one(tmp_path: Path):
@@ -140,9 +201,13 @@ def test_the_transformer_of_a_model_on_the_hub_is_read_there(tmp_path: Path, mon
     assert asked == [("some/model", "transformer/config.json")]
 
 
-def test_the_size_steps_and_dtype_of_the_key_are_those_of_the_run():
-    key = key_of(config(dtype="fp32", pipeline={"height": 64, "width": None, "num_inference_steps": 3}))
+def test_the_size_steps_texts_output_and_dtype_of_the_key_are_those_of_the_run():
+    pipeline = {"height": 64, "width": None, "num_inference_steps": 3}
+    key = key_of(config(dtype="fp32", pipeline={**pipeline, "max_sequence_length": 128, "output_type": "latent"}))
     assert (key.height, key.width, key.num_inference_steps, key.dtype) == (64, None, 3, "float32")
+    assert (key.max_sequence_length, key.output_type) == (128, "latent")
+    key = key_of(config())
+    assert (key.max_sequence_length, key.output_type) == (None, "pt")
 
 
 @pytest.mark.parametrize(

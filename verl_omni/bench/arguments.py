@@ -9,13 +9,18 @@ from pathlib import Path
 
 import torch
 
-from verl_omni.bench.measure import SERIAL_REQUESTS
-from verl_omni.bench.workload import ARRIVALS
+from verl_omni.bench.workload import ARRIVALS, SERIAL_REQUESTS
 from verl_omni.workers.config.rollout import DTYPES, PLAN_KEYS, RolloutMode
+from verl_omni.workers.rollout.profile import LARGEST_CAP
 from verl_omni.workers.rollout.profile_key import ATTENTION_VARIABLE
 
 FAMILIES = ("qwen_image", "sd3")
 GPU_CAPS, CPU_CAPS = [4, 8, 16, 32], [4, 8, 16]
+_FROM_ONE = (
+    *("size", "caps", "n", "requests", "repeats", "rounds", "warmup", "replicas"),
+    *("negative_text", "max_sequence_length", "log_prob_gap"),
+)
+"""Options whose numbers are at least 1."""
 
 
 def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
@@ -65,8 +70,8 @@ def _add_what_is_measured(parser: argparse.ArgumentParser) -> None:
     add(
         "--requests",
         type=int,
-        help="images in a repeat of a replica, in every mode (2 full batches, or 4 with staggered arrivals, in whole "
-        f"groups of --n; in serial mode, which is slow, groups have at most {SERIAL_REQUESTS} and that is all)",
+        help="images in a repeat of a replica (2 full batches, or 4 with staggered arrivals, in whole groups of --n); "
+        f"in serial mode at most {SERIAL_REQUESTS} of them, unless --modes names no other",
     )
     add("--warmup", type=int, default=1, help="repeats before the counted ones (1)")
     add("--repeats", type=int, default=3, help="counted repeats of a round (3)")
@@ -101,10 +106,12 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--size takes a height, and a width if it differs"
     if args.steps < 2:
         yield "--steps must be at least 2, so that one of them is stochastic"
-    for name in ("caps", "n", "requests", "repeats", "rounds", "warmup", "replicas", "negative_text", "log_prob_gap"):
+    for name in _FROM_ONE:
         value = getattr(args, name)
         if value not in (None, []) and min(value if isinstance(value, list) else [value]) < 1:
             yield f"--{name.replace('_', '-')} must be at least 1"
+    if max(args.caps) > LARGEST_CAP:
+        yield f"--caps must be at most {LARGEST_CAP}"
     if args.max_sequence_length is not None and args.max_sequence_length < max(args.text):
         yield f"--max-sequence-length {args.max_sequence_length} is below the {max(args.text)} tokens of --text"
     if min(args.lora_rank) < 0 or sorted(args.lora_rank) != args.lora_rank:
@@ -146,7 +153,7 @@ def _looking_closer_problems(args: argparse.Namespace) -> Iterator[str]:
         return
     most = max(args.log_prob_gap)
     if min(args.lora_rank) > 0 and not args.merge_lora:
-        yield "--log-prob-gap needs --merge-lora, or 0 in --lora-rank: log-probs of a LoRA beside the weights are not computed"
+        yield "--log-prob-gap needs 0 in --lora-rank, or --merge-lora: it leaves a LoRA beside the weights out"
     if any(most % rows for rows in args.log_prob_gap):
         yield f"--log-prob-gap takes numbers that divide the largest, {most}: every forward is to be full"
     rows = args.engine.get("rows_per_forward")

@@ -3,23 +3,29 @@
 Times depend on the machine and on what else it does; ratios within one run much less, and they are what batching is
 about. Engines of one mode differ from start to start (on two CPU cores by 20 %), so a record has several rounds. A
 ratio counts as fallen if it is lower by more than its tolerance: by as much as the medians of the rounds lie apart in
-both of its rows of the earlier record, but within `TOLERANCES`.
+both of its rows of the earlier record, but at least 15 % and at most 40 % (`TOLERANCES`).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.bench.record import POINT
+from verl_omni.bench.record import POINT, SERIAL, partner
 from verl_omni.bench.report import name, table
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.plan import RolloutMode
 
 TOLERANCES = (0.15, 0.4)
 """Least and most: a record may by chance hold rounds that agree, and a noisy one must not excuse anything."""
+ALIKE = (
+    *("model", "height", "width", "steps", "cfg", "n", "text", "negative_text", "max_sequence_length", "seed"),
+    *("dtype", "merge_lora", "engine"),
+)
+"""What the workloads of two records must agree in to be compared."""
 Row = Mapping[str, Any]
 
 
@@ -47,30 +53,48 @@ class Change:
         return self.now < self.before * (1 - self.tolerance)
 
 
+def check_record(record: Any) -> None:
+    """Raise ValueError where something of the JSON value `record` is missing that :func:`changes` reads."""
+    if not (isinstance(record, dict) and {"workload", "rows", "device"} <= record.keys()):
+        raise ValueError('it holds no "workload", "rows" and "device"')
+    if not (isinstance(record["workload"], dict) and isinstance(record["rows"], list)):
+        raise ValueError('"workload" must be an object and "rows" a list')
+    for i, row in enumerate(record["rows"]):
+        if not (isinstance(row, dict) and row.keys() >= {*POINT} and ("error" in row or _is_measured(row))):
+            raise ValueError(f"rows.{i} is not what a row of a record is")
+
+
+def _is_measured(row: Row) -> bool:
+    rounds = row.get("seconds")
+    if not (isinstance(rounds, list) and rounds and all(isinstance(seconds, list) and seconds for seconds in rounds)):
+        return False
+    numbers = [row.get("requests"), row.get("images_per_s"), *(took for seconds in rounds for took in seconds)]
+    return all(isinstance(number, (int, float)) and 0 < number < math.inf for number in numbers)
+
+
 def ratios(record: Mapping[str, Any]) -> dict[str, Ratio]:
     """Name → ratio: each batched row over serial, and step-wise over request-level, all else alike."""
-    rows = {tuple(row[key] for key in POINT): row for row in record["rows"] if "error" not in row}
+    rows = [row for row in record["rows"] if "error" not in row]
     found: dict[str, Ratio] = {}
-    for row in rows.values():
+    for row in rows:
         others: list[tuple[str, dict[str, Any]]] = []
         if row["mode"] != RolloutMode.SERIAL:
-            others.append(("serial", {"mode": RolloutMode.SERIAL.value, "max_num_seqs": 1}))
+            others.append(("serial", SERIAL))
         if row["mode"] == RolloutMode.STEP_WISE:
             others.append(("request_level", {"mode": RolloutMode.REQUEST_LEVEL.value}))
         for label, change in others:
-            other = rows.get(tuple({**row, **change}[key] for key in POINT))
-            if other is not None:
+            if (other := partner(rows, row, change)) is not None:
                 value = row["images_per_s"] / other["images_per_s"]
-                found[f"{name(dict(row))} / {label}"] = Ratio(value=value, spread=_spread(row) + _spread(other))
+                found[f"{name(row)} / {label}"] = Ratio(value=value, spread=_spread(row) + _spread(other))
     return found
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The ratios that both records have. Raises :class:`ConfigError` if they are not about the same, or share none."""
-    for key in ("model", "height", "width", "steps", "cfg", "n", "text", "negative_text", "dtype"):
-        old, new = before["workload"].get(key), now["workload"].get(key)
-        if old != new:
-            raise ConfigError(f"the baseline was measured with {key} {old}, this run with {new}; measure it anew")
+    """The ratios that both records have. Raises :class:`ConfigError` if they are not about the same, or share none.
+
+    The device may be another.
+    """
+    _check_alike(before, now)
     old_ratios, new_ratios = ratios(before), ratios(now)
     low, high = TOLERANCES
     found = [
@@ -83,7 +107,29 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return found
 
 
-def told(found: list[Change]) -> str:
+def _check_alike(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Of serial rows the number of requests may differ: each takes as long as the last."""
+    old, new = (
+        {**{key: record["workload"].get(key) for key in ALIKE}, "attention": record.get("attention")}
+        for record in (before, now)
+    )
+    for key, value in old.items():
+        if value != new[key]:
+            raise ConfigError(
+                f"the baseline was measured with {key} {value}, this run with {new[key]}; measure it anew"
+            )
+    for row in before["rows"]:
+        other = partner(now["rows"], row, {})
+        if other is None or row["mode"] == RolloutMode.SERIAL or "error" in {*row, *other}:
+            continue
+        if row["requests"] != other["requests"]:
+            raise ConfigError(
+                f"the baseline was measured with {row['requests']} images in a repeat of {name(row)}, this run with "
+                f"{other['requests']}; write --requests as in the baseline's command, or measure it anew"
+            )
+
+
+def as_table(found: list[Change]) -> str:
     """The changes as a table, with a verdict a line."""
     head = ["ratio", "baseline", "now", "may fall to", ""]
     lines = [

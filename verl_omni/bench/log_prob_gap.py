@@ -23,7 +23,8 @@ async def log_prob_gap(
     """Mean and largest |Δ log p| against a row alone, by what is compared with it and by step.
 
     Compared are the log-probs that the engine recorded, and those of forwards with each number of `rows`, which divides
-    that of `requests`. These ask for one image each, all with windows of the same width. Resets the engine's statistics.
+    the number of `requests`. These ask for one image each, with windows of the same width. The engine's statistics are
+    reset.
 
     Raises RuntimeError if the engine split the forwards, so that they had another number of rows.
     """

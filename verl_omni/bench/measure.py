@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import torch
 from verl_omni.bench.log_prob_gap import log_prob_gap
 from verl_omni.bench.model import BenchModel
 from verl_omni.bench.random_lora import random_lora
-from verl_omni.bench.workload import Workload, arrival_times, request_count
+from verl_omni.bench.workload import SERIAL_REQUESTS, Workload, arrival_times, request_count
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.rollout.engine import RolloutEngine
@@ -27,6 +28,8 @@ from verl_omni.workers.rollout.staging import LoraAdapter
 
 _COUNTED = 8
 """Requests of the burst in which waits for the device are counted; how many does not matter to a step."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,8 @@ class Run:
     """Waits for the device in one denoising step; None: not counted."""
     log_prob_gap: dict[str, dict[str, list[float]]] | None = None
     """See :func:`~verl_omni.bench.log_prob_gap.log_prob_gap`; None: not looked at."""
+    problem: str | None = None
+    """What failed after the repeats were timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,19 +82,31 @@ class Bench:
     arrivals: tuple[str, ...] = ("burst",)
     requests: int | None = None
     """In a repeat, of each replica; None: at least `waves` full batches."""
+    most_serial: int | None = SERIAL_REQUESTS
+    """Most of them in serial mode; None: as many as in other modes."""
     waves: int = 2
     repeats: int = 3
     warmup: int = 1
     servers: bool = False
     """Engines in processes of their own even if there is one: what several are to be compared with."""
     log_prob_gap: tuple[int, ...] = ()
-    """Rows in a forward with which bursts without LoRA are scored again; none: not looked at."""
-    kernels: str | None = None
-    """Begin of the files for the time by kernel; None: not looked at."""
+    """Rows in a forward with which bursts are scored again; none: not looked at."""
+    torch_profile: str | None = None
+    """Begin of the names of the files for the time by kernel; None: not looked at."""
 
-    def count(self, cap: int) -> int:
+    def workload(self, mode: str) -> Workload:
+        """`load`, in serial mode with groups that are no larger than `most_serial`."""
+        if mode != RolloutMode.SERIAL or self.most_serial is None:
+            return self.load
+        return replace(self.load, n=min(self.load.n, self.most_serial))
+
+    def count(self, mode: str, cap: int) -> int:
         """Requests of one replica in a repeat."""
-        return request_count(cap, self.load.n, self.waves) if self.requests is None else self.requests
+        n = self.workload(mode).n
+        count = request_count(cap, n, self.waves) if self.requests is None else self.requests
+        if mode != RolloutMode.SERIAL or self.most_serial is None:
+            return count
+        return min(count, self.most_serial // n * n)
 
     def points(self, mode: RolloutMode, cap: int, replicas: int) -> list[Point]:
         """What one engine start measures, in order."""
@@ -126,10 +143,6 @@ async def measure(bench: Bench, mode: RolloutMode, cap: int, replicas: int) -> A
             yield await Timing(bench, target, point, started).run()
     finally:
         await target.close()
-        gc.collect()
-        if torch.cuda.is_available():  # the next engine in this process must not find its memory taken
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
 
 
 async def _start(bench: Bench, mode: RolloutMode, cap: int, replicas: int) -> Target:
@@ -160,58 +173,72 @@ class Timing:
 
     def __init__(self, bench: Bench, target: Target, point: Point, start_s: float) -> None:
         self.bench, self.target, self.point = bench, target, point
-        self.count = bench.count(point.cap) * point.replicas
+        self.load = bench.workload(point.mode)
+        self.count = bench.count(point.mode, point.cap) * point.replicas
         self.result = Run(point=point, requests=self.count, start_s=start_s, first_s=math.nan)
         self.numbers = itertools.count()
+        self.is_staggered = point.arrivals == "staggered"
         self.burst_s = math.inf
         """Seconds of the fastest burst so far."""
 
     async def run(self) -> Run:
-        """Warm up, time, then count what counting would slow down."""
-        result, target, bench = self.result, self.target, self.bench
-        staggered = self.point.arrivals == "staggered"
-        for i in range(bench.warmup + staggered):  # the last one, warm, tells the seconds of a step
+        """Warm up, time, then look at what looking at would slow down."""
+        result = self.result
+        for i in range(self.bench.warmup + self.is_staggered):  # the last one, warm, tells the seconds of a step
             took = await self.burst(self.requests(warmup=True))
             result.first_s = took if i == 0 else result.first_s
-        once = self.staggered if staggered else self.burst
-        if staggered:
+        once = self.staggered if self.is_staggered else self.burst
+        if self.is_staggered:
             await once(self.requests(warmup=True))
-        await target.stats(reset=True)
-        for _ in range(bench.repeats):
+        await self.target.stats(reset=True)
+        for _ in range(self.bench.repeats):
             result.seconds.append(await once(self.requests()))
-            result.stats = RolloutStats.merged([result.stats, await target.stats(reset=True)])
-        if isinstance(target, RolloutEngine) and torch.cuda.is_available():
-            await target.call_worker("count_host_syncs", True)
-            await self.burst(self.requests()[:_COUNTED])
-            counted = await target.call_worker("count_host_syncs", False)
-            result.syncs_per_step = counted["syncs"] / max(counted["steps"], 1)
-        if bench.log_prob_gap and isinstance(target, RolloutEngine) and not staggered and not self.point.lora_rank:
-            asked = self.requests()[: max(bench.log_prob_gap)]
-            result.log_prob_gap = await log_prob_gap(target, asked, bench.log_prob_gap)
-        if bench.kernels is not None and not staggered:
-            await self.kernels(bench.kernels)
-        await target.stats(reset=True)
+            result.stats = RolloutStats.merged([result.stats, await self.target.stats(reset=True)])
+        if isinstance(self.target, RolloutEngine):
+            try:
+                await self.look_closer(self.target)
+            except Exception as error:  # what was timed is not lost for it
+                logger.exception(
+                    "%s with cap %d was timed, but not all of it was looked at", result.point.mode, result.point.cap
+                )
+                result.problem = described(error)
         return result
 
-    def requests(self, *, warmup: bool = False) -> list[RolloutRequest]:
-        """The next ones, which no point of this engine had before."""
+    async def look_closer(self, engine: RolloutEngine) -> None:
+        """Count waits for the device, score bursts again, find the time by kernel."""
+        bench = self.bench
+        if torch.cuda.is_available():
+            await engine.call_worker("count_host_syncs", True)
+            await self.burst(self.requests(min(self.count, _COUNTED)))
+            counted = await engine.call_worker("count_host_syncs", False)
+            self.result.syncs_per_step = counted["syncs"] / max(counted["steps"], 1)
+        in_weights = self.point.lora_rank == 0 or bench.rollout.merge_lora
+        if bench.log_prob_gap and in_weights and not self.is_staggered:
+            asked = self.requests(max(bench.log_prob_gap))
+            self.result.log_prob_gap = await log_prob_gap(engine, asked, bench.log_prob_gap)
+        if bench.torch_profile is not None and not self.is_staggered:
+            await self.torch_profile(bench.torch_profile)
+
+    def requests(self, count: int | None = None, *, warmup: bool = False) -> list[RolloutRequest]:
+        """The next `count` (None: those of a repeat), which no point of this engine had before."""
         tag = f"{self.point.lora_rank}-{self.point.arrivals}-{next(self.numbers)}"
-        return self.bench.load.requests(self.count, tag, warmup=warmup)
+        return self.load.requests(count or self.count, tag, warmup=warmup)
 
     async def burst(self, requests: Sequence[RolloutRequest]) -> float:
         """Seconds from the submission of all requests to the last result."""
         start = time.perf_counter()
-        async for sample in self.target.generate_all(requests):
-            if isinstance(sample, RolloutError):
-                raise sample
-            self.result.peak_memory_mb = max(self.result.peak_memory_mb, sample.peak_memory_mb)
+        async with aclosing(self.target.generate_all(requests)) as results:
+            async for sample in results:
+                if isinstance(sample, RolloutError):
+                    raise sample
+                self.result.peak_memory_mb = max(self.result.peak_memory_mb, sample.peak_memory_mb)
         took = time.perf_counter() - start
         self.burst_s = min(self.burst_s, took)
         return took
 
     async def staggered(self, requests: Sequence[RolloutRequest]) -> float:
         """Seconds from the first submission to the last result."""
-        load, cap = self.bench.load, self.point.cap * self.point.replicas
+        load, cap = self.load, self.point.cap * self.point.replicas
         step_s = self.burst_s / math.ceil(len(requests) / cap) / load.steps
         times = arrival_times(len(requests), cap=cap, steps=load.steps, step_s=step_s, seed=load.seed)
 
@@ -221,13 +248,23 @@ class Timing:
             self.result.peak_memory_mb = max(self.result.peak_memory_mb, sample.peak_memory_mb)
 
         start = time.perf_counter()
-        await asyncio.gather(*map(arrive, requests, times))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request, after in zip(requests, times, strict=True):
+                    group.create_task(arrive(request, after))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return time.perf_counter() - start
 
-    async def kernels(self, begin: str) -> None:
+    async def torch_profile(self, prefix: str) -> None:
         """Write where the time of one more burst goes, by kernel."""
         with torch.profiler.profile() as profiler:
             await self.burst(self.requests())
         table = profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40)
-        name = f"{begin}.{self.point.mode}.{self.point.cap}.lora{self.point.lora_rank}.txt"
+        name = f"{prefix}.{self.point.mode}.{self.point.cap}.lora{self.point.lora_rank}.txt"
         Path(name).write_text(table, encoding="utf-8")
+
+
+def described(error: BaseException) -> str:
+    """Kind and message of `error`, which itself would keep the memory of all that failed."""
+    return f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,16 +39,12 @@ class BenchModel:
         return cls(path=Path(path), architecture=architecture, adapter=adapter or registered, name=name)
 
     @classmethod
-    def build(cls, kind: str, family: str, folder: Path) -> BenchModel:
-        """A random model of `family` in the empty `folder`; `kind` is "tiny" or "random", which is full size."""
+    def open_random(cls, kind: str, family: str, path: Path) -> BenchModel:
+        """What :func:`build_random` wrote."""
         if kind == "tiny":
-            from verl_omni.testing import tiny_models
-
-            return cls.open(tiny_models.build(family, folder / f"tiny_{family}"), name=f"tiny {family}")
-        from verl_omni.bench.full_size import build_full_size
+            return cls.open(path, name=f"tiny {family}")
         from verl_omni.bench.random_adapters import ADAPTERS
 
-        path = build_full_size(family, folder / f"random_{family}")
         return cls.open(path, name=f"random {family}", adapter=ADAPTERS[family])
 
     @property
@@ -74,3 +71,15 @@ class BenchModel:
     def _config(self, part: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((self.path / part / "config.json").read_text(encoding="utf-8"))
         return config
+
+
+def build_random(kind: str, family: str, path: Path) -> None:
+    """Write a random model of `family` to the folder `path`, which is new; `kind` is "tiny" or "random", which is full
+    size. A build that is cut short leaves nothing there."""
+    from verl_omni.bench import full_size
+    from verl_omni.testing import tiny_models
+
+    build = tiny_models.build if kind == "tiny" else full_size.build_full_size
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        build(family, Path(folder) / path.name).rename(path)

@@ -12,7 +12,8 @@ _REPEATS = 10
 
 
 def matrix_peak(dtype: torch.dtype) -> float:
-    """FLOP a second of a large square matrix product on random data, the best of some; on the GPU if there is one."""
+    """FLOP a second of a large square matrix product on random data, the best of some in a row; on the GPU if there is
+    one. Of a machine that others use, take the best of several calls over time."""
     cuda = torch.cuda.is_available()
     size = CUDA_SIZE if cuda else CPU_SIZE
     device = "cuda" if cuda else "cpu"

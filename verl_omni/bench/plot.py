@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -30,19 +31,27 @@ def curves(rows: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]
     return found
 
 
-def _figure(record: dict[str, Any], found: dict[str, dict[int, dict[str, Any]]]) -> Iterator[str]:
-    rows = [row for curve in found.values() for row in curve.values()]
-    caps = sorted({row["max_num_seqs"] for row in rows})
-    top = _round_up(max(row["fastest"] for row in rows))
+@dataclass(frozen=True)
+class _Axes:
+    """Where a cap and a rate stand, in units of the figure."""
 
-    def x(cap: int) -> float:
-        low, high = math.log2(caps[0]), math.log2(caps[-1])
+    caps: Sequence[int]
+    """All that are shown, in rising order."""
+    top: float
+    """The highest rate, images/s."""
+
+    def x(self, cap: int) -> float:
+        low, high = math.log2(self.caps[0]), math.log2(self.caps[-1])
         share = 0.5 if low == high else (math.log2(cap) - low) / (high - low)
         return LEFT + 20 + share * (RIGHT - LEFT - 40)
 
-    def y(rate: float) -> float:
-        return BOTTOM - rate / top * (BOTTOM - TOP)
+    def y(self, rate: float) -> float:
+        return BOTTOM - rate / self.top * (BOTTOM - TOP)
 
+
+def _figure(record: dict[str, Any], found: dict[str, dict[int, dict[str, Any]]]) -> Iterator[str]:
+    rows = [row for curve in found.values() for row in curve.values()]
+    axes = _Axes(sorted({row["max_num_seqs"] for row in rows}), _round_up(max(row["fastest"] for row in rows)))
     load = record["workload"]
     title = f"{load['model']}, {load['height']}×{load['width']}, {load['steps']} steps, {record['device']}"
     height = HEIGHT + 14 * ((len(found) - 1) // 3)
@@ -52,26 +61,34 @@ def _figure(record: dict[str, Any], found: dict[str, dict[int, dict[str, Any]]])
     )
     yield f'<rect width="{WIDTH}" height="{height}" fill="white"/>'
     yield f'<text x="{LEFT}" y="20" font-weight="bold">{escape(title)}</text>'
+    yield from _scales(axes)
+    for i, (label, curve) in enumerate(found.items()):
+        yield from _curve(axes, curve, COLOURS[i % len(COLOURS)])
+        left, line = LEFT + 8 + 190 * (i % 3), HEIGHT - 10 + 14 * (i // 3)
+        yield f'<text x="{left}" y="{line}" fill="{COLOURS[i % len(COLOURS)]}">{escape(label)}</text>'
+    yield "</svg>"
+
+
+def _scales(axes: _Axes) -> Iterator[str]:
     for i in range(_TICKS + 1):
-        value = top * i / _TICKS
-        yield f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/>'
-        yield f'<text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3g}</text>'
-    yield from (f'<text x="{x(cap):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{cap}</text>' for cap in caps)
+        value = axes.top * i / _TICKS
+        y = axes.y(value)
+        yield f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
+        yield f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
+    for cap in axes.caps:
+        yield f'<text x="{axes.x(cap):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{cap}</text>'
     yield f'<text x="{(LEFT + RIGHT) / 2}" y="{BOTTOM + 36}" text-anchor="middle">cap (requests in a batch)</text>'
     yield f'<text transform="translate(14 {(TOP + BOTTOM) / 2}) rotate(-90)" text-anchor="middle">images/s</text>'
-    for i, (label, curve) in enumerate(found.items()):
-        colour = COLOURS[i % len(COLOURS)]
-        points = [(x(cap), y(curve[cap]["images_per_s"])) for cap in sorted(curve)]
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        for (a, b), cap in zip(points, sorted(curve), strict=True):
-            row = curve[cap]
-            low, high = y(row["slowest"]), y(row["fastest"])
-            yield f'<line x1="{a:.1f}" x2="{a:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
-            yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>'
-        left, line = LEFT + 8 + 190 * (i % 3), HEIGHT - 10 + 14 * (i // 3)
-        yield f'<text x="{left}" y="{line}" fill="{colour}">{escape(label)}</text>'
-    yield "</svg>"
+
+
+def _curve(axes: _Axes, curve: dict[int, dict[str, Any]], colour: str) -> Iterator[str]:
+    points = [(axes.x(cap), axes.y(curve[cap]["images_per_s"])) for cap in sorted(curve)]
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
+    yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    for (a, b), cap in zip(points, sorted(curve), strict=True):
+        low, high = axes.y(curve[cap]["slowest"]), axes.y(curve[cap]["fastest"])
+        yield f'<line x1="{a:.1f}" x2="{a:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
+        yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.5" fill="{colour}"/>'
 
 
 def _round_up(value: float) -> float:

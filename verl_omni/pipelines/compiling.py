@@ -20,17 +20,18 @@ blocks of SD3.5 are of three kinds; each has graphs for one row and for many, wi
 
 
 def compile_modules(
-    transformer: nn.Module, others: Iterable[nn.Module], od_config: OmniDiffusionConfig, *, full_batch: int
+    transformers: Iterable[nn.Module], others: Iterable[nn.Module], od_config: OmniDiffusionConfig, *, full_batch: int
 ) -> None:
-    """Compile `transformer` as the engine's configuration says, and each of `others` as a whole; lazily.
+    """Compile `transformers` as the engine's configuration says, and each of `others` as a whole; lazily.
 
     `others` take one tensor [B, ...], most often of `full_batch` rows.
     """
     dynamic = od_config.diffusion_compile_dynamic
-    if od_config.diffusion_compile_granularity == "full":
-        transformer.compile(dynamic=dynamic)
-    else:
-        regionally_compile(transformer, dynamic=dynamic)
+    for transformer in transformers:
+        if od_config.diffusion_compile_granularity == "full":
+            transformer.compile(dynamic=dynamic)
+        else:
+            regionally_compile(transformer, dynamic=dynamic)
     for module in others:
         module.forward = _by_batch(module.forward, full=full_batch)
 

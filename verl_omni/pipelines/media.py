@@ -26,7 +26,7 @@ def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once:
     """Give each request its media [n, ...], and a flag [n] on the device whether its latents are finite.
 
     `states` share one image size. Decodes take `rows_at_once`, or fewer if `limit`, in pixels, says so. Where decoding
-    fails for one request alone, its error is kept on it.
+    fails for one request alone, its error is kept on it; where it may not be repeated for each alone, on all.
     """
     for kind in dict.fromkeys(rollout_of(state).params.output_type for state in states):
         chosen = [state for state in states if rollout_of(state).params.output_type == kind]
@@ -35,21 +35,23 @@ def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once:
 
 def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
     rollouts = [rollout_of(state) for state in states]
-    latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
     size = (rollouts[0].params.height, rollouts[0].params.width)
     try:
         with contained():
+            latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
+            finite = torch.isfinite(latents.flatten(1)).all(1)
             media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once, limit)
     except Exception as error:
-        if len(states) > 1:
+        if len(states) > 1 and limit.repeats:
             logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)
             for state in states:
                 _make([state], kind, decode, rows_at_once, limit)
-        elif rollouts[0].error is None:
-            logger.error("decoding request %s failed", states[0].request_id, exc_info=error)
-            rollouts[0].error = error
+            return
+        for state, rollout in zip(states, rollouts, strict=True):
+            if rollout.error is None:
+                logger.error("decoding request %s failed", state.request_id, exc_info=error)
+                rollout.error = error
         return
-    finite = torch.isfinite(latents.flatten(1)).all(1)
     counts = [len(rollout.rows) for rollout in rollouts]
     for rollout, rows, ok in zip(rollouts, media.split(counts), finite.split(counts), strict=True):
         rollout.media, rollout.finite = rows, ok
@@ -64,6 +66,6 @@ def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once
         return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     parts = limit.run(
-        latents.split(rows_at_once), run, cost=lambda _: height * width, told=lambda _: f"{height}x{width} pixels"
+        latents.split(rows_at_once), run, cost=lambda _: height * width, describe=lambda _: f"{height}x{width} pixels"
     )
     return torch.cat([pixels for _, pixels in parts])

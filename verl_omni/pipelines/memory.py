@@ -6,11 +6,13 @@ little more or less free memory changes nothing.
 
 **Error.** A forecast can be wrong, and other processes take memory too. What runs out of memory runs again in halves,
 down to one row, and what comes after starts with the smaller number (:class:`RowLimit`). Forwards and decodes draw no
-random numbers, so the rows come out as they would have.
+random numbers, so the rows come out as they would have. Where several devices run a forward together, nothing is
+repeated: one of them would wait for the others in another forward than theirs.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import deque
@@ -36,9 +38,9 @@ matrix products and attention."""
 STEP_LATENTS = 8
 """Float32 tensors of the size of all latents that are alive in a step at its peak: before and after, both velocities
 of guidance and its temporaries, mean, and noise."""
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
-"""What errors other than torch.OutOfMemoryError say: torch's on a CPU (Linux, Windows), the CUDA driver's, and those of
-its libraries."""
+OUT_OF_MEMORY = ("out of memory", "outofmemory", "can't allocate memory", "not enough memory", "status_alloc_failed")
+"""What errors other than torch.OutOfMemoryError say, in small letters: torch on a CPU (Linux, Windows), drivers,
+libraries and the compiler."""
 
 
 def block_bytes(*, width: int, feed_forward: int, tokens: int, element_bytes: int) -> int:
@@ -71,15 +73,36 @@ def rows_that_fit(rows: int, *, row_cost: int, available: float) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes that can be allocated on `device`.
 
-    On a CUDA device: what the driver has left, and what torch has taken from it and not handed out. On a CPU: what the
-    machine has available, and the container, if it has a limit.
+    On a CUDA device: what the driver has left, and what torch has taken from it and not handed out, but for private
+    pools. On a CPU: what the machine has available, and the container, if it has a limit.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        stats = torch.cuda.memory_stats(device)
+        idle = stats["reserved_bytes.all.current"] - stats["allocated_bytes.all.current"]
+        ever = stats["reserved_bytes.all.allocated"], stats["reserved_bytes.all.freed"]
+        return free + idle - _idle_in_private_pools(device, *ever)
     contained = container_memory()
     available = int(psutil.virtual_memory().available)
     return available if contained is None else min(available, contained)
+
+
+@functools.lru_cache(maxsize=1)
+def _idle_in_private_pools(device: torch.device, taken: int, returned: int) -> int:
+    """Bytes that torch has taken for private pools and not handed out: they are of no use to anything else.
+
+    Those of CUDA graphs lie idle between replays, and what the pool of the weights has left over under sleep mode is
+    not even mapped. To ask takes milliseconds, so this is done only where torch has `taken` more bytes from the driver
+    since then, or `returned` some; both count from the start of the process.
+    """
+    if torch.cuda.get_allocator_backend() != "native":  # the other one has no snapshots
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
 
 
 def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -141,9 +164,15 @@ def forecast_rows(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that an allocation failed."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in OUT_OF_MEMORY)
+
+
+def give_back(device: torch.device) -> None:
+    """Give what torch keeps but does not use back to the device, where a retry or another library may need it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class Part(Protocol):
@@ -174,23 +203,32 @@ class RowLimit:
     remedy: str
     """What to ask for instead if not even one row fits."""
     device: torch.device
+    devices: int
+    """Devices that run each part together."""
     on_halving: Callable[[], None]
     most: float = math.inf
     """Cost of what may run at once."""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether what failed here may run again: not if other devices wait for this one in the same forward."""
+        return self.devices == 1
 
     def forget(self) -> None:
         """Start anew: the memory may be another one."""
         self.most = math.inf
 
     def run(
-        self, parts: Iterable[P], run: Callable[[P], T], *, cost: Callable[[P], int], told: Callable[[P], str]
+        self, parts: Iterable[P], run: Callable[[P], T], *, cost: Callable[[P], int], describe: Callable[[P], str]
     ) -> list[tuple[P, T]]:
         """Results of `run` for `parts`, in order, each beside the part that it belongs to.
 
         A part above the limit is split first. One that runs out of memory is repeated in halves, and it alone; the
-        smaller number is the limit from then on. `cost` gives the cost of one row of a part, `told` what its rows are.
+        smaller number is the limit from then on. `cost` gives the cost of one row of a part, `describe` says what its
+        rows are.
 
-        Raises :class:`RequestError` where one row alone runs out of memory, and what `run` raises otherwise.
+        Raises :class:`RequestError` where one row alone runs out of memory, :class:`torch.OutOfMemoryError` where more
+        do on several devices, and what `run` raises otherwise.
         """
         waiting, done = deque(parts), []
         while waiting:
@@ -207,45 +245,53 @@ class RowLimit:
                     raise
                 reason = str(error).partition("\n")[0]
             # The error is gone by now, and with it its traceback, which held the tensors of what failed.
-            self._halve(len(part), cost(part), told(part), reason)
+            self._halve(len(part), cost(part), describe(part), reason)
             waiting.appendleft(part)
         return done
 
-    def _halve(self, rows: int, cost: int, told: str, reason: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+    def _halve(self, rows: int, cost: int, described: str, reason: str) -> None:
+        give_back(self.device)
         if rows == 1:
             raise RequestError(
-                f"{self.name} ran out of memory over one row alone ({told}): ask for {self.remedy}, "
+                f"{self.name} ran out of memory over one row alone ({described}): ask for {self.remedy}, "
                 f"or use a device with more memory; {reason}"
             )
-        self.most = (rows + 1) // 2 * cost
-        half = rows_that_fit(rows, row_cost=cost, available=self.most)
+        most = (rows + 1) // 2 * cost
+        half = rows_that_fit(rows, row_cost=cost, available=most)
+        setting = self.setting.format(rows=half)
+        if not self.repeats:
+            raise torch.OutOfMemoryError(
+                f"{self.name} ran out of memory over {rows} rows ({described}), and is not repeated, as "
+                f"{self.devices} devices run it together; write {setting}: {reason}"
+            )
+        self.most = most
         self.on_halving()
         logger.warning(
             "%s ran out of memory over %d rows (%s) and is repeated with %d at a time, as is what follows; "
             "write %s to start with that: %s",
-            self.name, rows, told, half, self.setting.format(rows=half), reason,
+            self.name, rows, described, half, setting, reason,
         )  # fmt: skip
 
 
-def forward_limit(device: torch.device, on_halving: Callable[[], None]) -> RowLimit:
+def forward_limit(device: torch.device, on_halving: Callable[[], None], *, devices: int = 1) -> RowLimit:
     """The limit of transformer forwards; cost in bytes."""
     return RowLimit(
         name="a transformer forward",
         setting="rollout.engine_kwargs.vllm_omni.rows_per_forward={rows}",
         remedy="a smaller height and width or a shorter prompt",
         device=device,
+        devices=devices,
         on_halving=on_halving,
     )
 
 
-def decode_limit(device: torch.device, on_halving: Callable[[], None]) -> RowLimit:
+def decode_limit(device: torch.device, on_halving: Callable[[], None], *, devices: int = 1) -> RowLimit:
     """The limit of the VAE's decodes; cost in pixels."""
     return RowLimit(
         name="decoding",
         setting="decode_rows = {rows} in a subclass of the adapter",
         remedy="a smaller height and width or output_type=latent, or start with engine_kwargs.vllm_omni.vae_use_tiling",
         device=device,
+        devices=devices,
         on_halving=on_halving,
     )

@@ -75,7 +75,7 @@ class MergedLora:
         self._parts = parts
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def unmerged(self) -> Iterator[None]:
         """For a loader of weights: inside they are the base, and what they are at its end is the new base."""
         with torch.no_grad():
             self._write([])

@@ -19,7 +19,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,15 +26,15 @@ from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
 from verl_omni.pipelines.compiling import compile_modules, many_graphs
-from verl_omni.pipelines.hooks import ModelHooks, check_embeds, check_shape, contained
+from verl_omni.pipelines.forwards import RowForwards
+from verl_omni.pipelines.hooks import Ids, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
-from verl_omni.pipelines.memory import decode_limit, forecast_rows, forward_limit
+from verl_omni.pipelines.memory import decode_limit, give_back, is_out_of_memory
 from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
 from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
-from verl_omni.pipelines.rows import Forward, Rollout, RowBatch, rollout_of
+from verl_omni.pipelines.rows import Rollout, rollout_of
 from verl_omni.pipelines.schedule import StepTables
-from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.pipelines.training import DiffusionModelBase
 from verl_omni.pipelines.transfer import HostCopies, finished_output, results_to_host
@@ -51,23 +50,18 @@ __all__ = ["DiffusionModelBase", "VllmOmniPipelineBase"]
 logger = logging.getLogger(__name__)
 
 
-class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
+class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
     """Put it left of a stock pipeline class: ``class MyRollout(VllmOmniPipelineBase, StockPipeline)``."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
-        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
-        self.stats = RolloutStats()
-        self.clock = StageClock(self.device)
+        super().__init__(od_config=od_config, prefix=prefix)
         self._graphs_before = _compiled_graphs()
-        self._compiling: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
         self._prompts = PromptCache()
         self._host_copies = HostCopies()
-        self._batch: RowBatch | None = None
         self._tokenize = functools.lru_cache(maxsize=4096)(self.text_to_ids)
         self._tables = StepTables(self.schedule)
-        self._forwards = forward_limit(self.device, self._count_halving)
-        self._decodes = decode_limit(self.device, self._count_halving)
+        devices = od_config.parallel_config.vae_patch_parallel_size
+        self._decodes = decode_limit(self.device, self._count_halving, devices=devices)
 
     # ---- lifecycle
 
@@ -121,19 +115,17 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
     ) -> Tensor:
         """Called once a step for all in-flight requests: predict, guide, take the SDE step, decode those that finish.
 
-        Returns the guided velocity [B, ...]. A forward that fails is repeated request by request, and the error goes to
-        the requests that fail alone; no random number has been drawn by then.
+        Returns the guided velocity [B, ...]. What fails over several requests is repeated for each alone, with the same
+        noise, and the error goes to those that fail alone. Where the engine has several devices, which wait for each
+        other, nothing is repeated: raises the error.
         """
         states = list(input_batch.states if states is None else states)
-        batch = self._batch
-        if batch is None or not batch.stands_at(states):
+        if self._batch is None or not self._batch.stands_at(states):
+            self._batch = None
             self.stats.waves += all(state.step_index == 0 for state in states)
-            batch = self._batch = self.gather(states)
-        with self.clock.stage("denoise"), self._compiling():
-            velocity = self._velocity(batch)
-        with self.clock.stage("step"):
-            batch.advance(velocity)
+        velocity = self.advance(states)
         ending = [state for state in states if state.step_index + 1 == state.total_steps]
+        ending = [state for state in ending if rollout_of(state).error is None]
         if ending:
             with self.clock.stage("decode"), self._compiling():
                 make_media(ending, self.decode, self.decode_rows, self._decodes)
@@ -190,7 +182,11 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         sizes = {i: (p.height, p.width) for i, p in params.items()}
         for size in dict.fromkeys(sizes.values()):
             while live := [i for i in sizes if sizes[i] == size and i not in outputs]:
-                self.denoise_step(None, states=[states[i] for i in live])
+                try:
+                    self.denoise_step(None, states=[states[i] for i in live])
+                except Exception as error:
+                    outputs |= {i: DiffusionOutput.from_exception(error) for i in live}
+                    break
                 for i in live:
                     attempt(i, self.step_scheduler, None)
                     if i not in outputs and states[i].denoise_completed:
@@ -203,11 +199,20 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
         return super().load_weights(weights)  # type: ignore[misc]
 
     def setup_compile(self) -> None:
-        """Called by the engine, unless it runs eagerly, in place of its own compilation."""
-        if self.device.type == "cuda":
-            self.fuse()
-        self._compiling = many_graphs
-        compile_modules(self.transformer, self.compiled_beside(), self.od_config, full_batch=self.decode_rows)
+        """Called by the engine, unless it runs eagerly, in place of its own compilation of the same modules.
+
+        Of what this raises the engine makes a warning, and runs on with what is compiled by then.
+        """
+        names = getattr(self, "_dit_modules", None) or ("transformer", "transformer_2")
+        dits = [dit for name in names if (dit := getattr(self, name, None)) is not None]
+        try:
+            if self.device.type == "cuda":
+                self.fuse()
+            self._compiling = many_graphs
+            compile_modules(dits, self.compiled_beside(), self.od_config, full_batch=self.decode_rows)
+        except Exception:
+            logger.exception("the pipeline could not be compiled and runs eagerly, in whole or in part")
+            raise
 
     def release(self) -> None:
         """Give back the device memory of cached prompts; called before the engine sleeps, with nothing in flight.
@@ -253,85 +258,22 @@ class VllmOmniPipelineBase(ModelHooks, AdapterRegistry):
             ids = self._tokenize(text)
         limit = params.max_sequence_length
         with self.clock.stage("encode"):
-            embeds, computed = self._prompts.get((ids, limit), lambda: check_embeds(self.encode(ids, limit)))
+            embeds, computed = self._prompts.get((ids, limit), lambda: self._encode_once_more(ids, limit))
         self.stats.encodes_requested += 1
         self.stats.encodes_computed += computed
         return embeds
 
-    def gather(self, states: Sequence[StepRequestState]) -> RowBatch:
-        """The rows of prepared `states` of one image size, at whatever steps they stand.
-
-        Where the plan gives no ``rows_per_forward``, the free memory does.
-        """
-        limit = self.rows_per_forward
-        if limit is None:
-            limit = forecast_rows(
-                states,
-                functools.partial(self._row_bytes, states[0].latents),
-                most=self._forwards.most,
-                device=self.device,
-                devices=self.od_config.parallel_config.world_size,
-            )
-        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=limit)
-
-    def _row_bytes(self, latents: Tensor, text_tokens: int) -> int:
-        return max(1, self.row_bytes(self.image_tokens(tuple(latents.shape[1:])), text_tokens))
-
-    def _count_halving(self) -> None:
-        self.stats.out_of_memory += 1
-
-    def _velocity(self, batch: RowBatch) -> Tensor:
-        """Guided velocity [B, ...] float32. If the forward fails, each request is tried alone and may fail alone."""
+    def _encode_once_more(self, ids: tuple[Ids, ...], limit: int) -> PromptEmbeds:
+        """Embeddings of one prompt; again without the cached ones where the memory is short."""
         try:
-            with contained():
-                return self.guided_velocity(batch)
+            return check_embeds(self.encode(ids, limit))
         except Exception as error:
-            if len(batch.states) == 1:
-                logger.error("the forward of request %s failed", batch.states[0].request_id, exc_info=error)
-                rollout_of(batch.states[0]).error = error
-                return torch.zeros_like(batch.latents)
-            logger.warning("a forward over %d requests failed, trying each alone: %s", len(batch.states), error)
-        return torch.cat([self._velocity(self.gather([state])) for state in batch.states])
-
-    def guided_velocity(self, batch: RowBatch) -> Tensor:
-        """Velocity [B, ...] float32 of all rows at their current latents and timesteps, guidance applied."""
-        cond = self._predict(batch, batch.cond)
-        for forward in batch.cond:
-            self.stats.batch_sizes[len(forward)] += 1
-        if not batch.uncond:
-            return cond
-        uncond, guided = self._predict(batch, batch.uncond), batch.guided
-        if guided is None:
-            return self.guide(cond, uncond, batch.cfg_scale)
-        return cond.index_copy(0, guided, self.guide(cond[guided], uncond[guided], batch.cfg_scale))
-
-    def _predict(self, batch: RowBatch, forwards: list[Forward]) -> Tensor:
-        """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others.
-
-        `forwards` that ran out of memory are replaced by those that did not, for the steps to come.
-        """
-        all_timesteps, (height, width) = batch.timesteps, batch.size
-
-        def run(forward: Forward) -> Tensor:
-            latents, timesteps = batch.latents, all_timesteps
-            if forward.index is not None:
-                latents, timesteps = latents[forward.index], timesteps[forward.index]
-            part = self.predict_velocity(latents, timesteps, forward.text, batch.size).float()
-            return check_shape("predict_velocity", part, latents.shape)
-
-        parts = self._forwards.run(
-            forwards,
-            run,
-            cost=lambda forward: self._row_bytes(batch.latents, forward.text.embeds.shape[1]),
-            told=lambda forward: f"{height}x{width} pixels, {forward.text.embeds.shape[1]} text tokens",
-        )
-        forwards[:] = [forward for forward, _ in parts]
-        if forwards[0].index is None:
-            return parts[0][1]
-        velocity = torch.zeros_like(batch.latents)
-        for forward, part in parts:
-            velocity[forward.index] = part
-        return velocity
+            if not is_out_of_memory(error):
+                raise
+        self.stats.out_of_memory += 1
+        self._prompts.clear()
+        give_back(self.device)
+        return check_embeds(self.encode(ids, limit))
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ class Row:
     latents: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    drawn: Tensor | None = None
+    """Noise of a step that is not taken yet: where it must be repeated, nothing is drawn again."""
 
     def trajectory(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Latents [W+1, ...], log-probs [W], timesteps [W] of the W recorded steps, float32; None if there are none."""
@@ -201,6 +203,8 @@ class RowBatch:
         """Take one step for every row with `velocity` [B, ...], record it, and hand each request its next latents."""
         active = [i for i, (row, step) in enumerate(zip(self.rows, self._steps, strict=True)) if row.stochastic[step]]
         step = sde_step(self.latents, velocity, self.coefficients, noise=self._noise(active))
+        for i in active:
+            self.rows[i].drawn = None
         self._record(active, step)
         for state, (start, stop) in zip(self.states, self.spans, strict=True):
             rollout_of(state).next_latents = step.next_latents[start:stop]
@@ -215,7 +219,8 @@ class RowBatch:
         make = torch.empty_like if len(active) == len(self.rows) else torch.zeros_like
         noise = make(self.latents)
         for i in active:
-            noise[i].normal_(generator=self.rows[i].generator)
+            row = self.rows[i]
+            row.drawn = noise[i].normal_(generator=row.generator) if row.drawn is None else noise[i].copy_(row.drawn)
         return noise
 
     def _record(self, active: list[int], step: SDEStep) -> None:

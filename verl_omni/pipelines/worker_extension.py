@@ -7,6 +7,7 @@ and one that is too narrow is bound in part. All end as the old policy, or half 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,11 +20,14 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm_omni.diffusion.forward_context import set_forward_context
+from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.diffusion.worker.utils import StepRequestState
+from vllm_omni.platforms import current_omni_platform
 
 from verl_omni.pipelines.host_syncs import HostSyncs
 from verl_omni.pipelines.merged_lora import LoraSlot, MergedLora, check_mergeable, read_parts
+from verl_omni.pipelines.rendezvous import join_on_loopback
 from verl_omni.pipelines.rescore import rescore
 
 if TYPE_CHECKING:
@@ -46,6 +50,16 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         model_runner: Any
         lora_manager: DiffusionLoRAManager | None
         _host_syncs: HostSyncs
+
+    def __init__(self, *, rank: int, od_config: OmniDiffusionConfig, **further: Any) -> None:
+        assert od_config.master_port is not None  # the engine has chosen it
+        join_on_loopback(
+            rank=rank,
+            world_size=od_config.num_gpus,
+            port=od_config.master_port,
+            backend=current_omni_platform.dist_backend,
+        )
+        super().__init__(rank=rank, od_config=od_config, **further)
 
     def rollout_stats(self, reset: bool = False) -> dict[str, Any]:
         """The adapter's :class:`~verl_omni.pipelines.stats.RolloutStats` as plain data; `reset` zeroes them after."""
@@ -107,7 +121,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             names = list(file.keys())
             shapes = {name: file.get_slice(name).get_shape() for name in names}
             check_weights(pipeline, shapes)
-            with self._merged_lora.lifted():
+            with self._merged_lora.unmerged():
                 pipeline.load_weights((name, file.get_tensor(name)) for name in names)
         return len(names)
 
@@ -131,13 +145,21 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
     def rescore(
         self, requests: Sequence[tuple[Any, OmniDiffusionSamplingParams]], latents: torch.Tensor, rows: int
     ) -> torch.Tensor:
-        """Log-probs of recorded trajectories, see :func:`~verl_omni.pipelines.rescore.rescore`; a LoRA beside the
-        weights does not take part.
+        """Log-probs of recorded trajectories, see :func:`~verl_omni.pipelines.rescore.rescore`.
 
-        `requests`: prompt and sampling parameters as the engine takes them.
+        `requests`: prompt and sampling parameters as the engine takes them. Raises ValueError if they do not agree in
+        the LoRA that runs beside the weights, which is theirs here too, or none.
         """
-        runner = self.model_runner
-        states = [StepRequestState(request_id=str(i), prompt=p, sampling=s) for i, (p, s) in enumerate(requests)]
+        runner, loras = self.model_runner, [(s.lora_request, s.lora_scale) for _, s in requests]
+        if any(lora != loras[0] for lora in loras):
+            raise ValueError("the requests name several LoRAs, or scales: rescore those of each by themselves")
+        if self.lora_manager is not None:
+            self.lora_manager.set_active_adapter(*loras[0])
+        states = []
+        for i, (prompt, sampling) in enumerate(requests):
+            # The engine's request resolves guidance in its sampling parameters.
+            asked = OmniDiffusionRequest(prompt=prompt, sampling_params=copy.copy(sampling), request_id=str(i))
+            states.append(StepRequestState(request_id=str(i), prompt=prompt, sampling=asked.sampling_params))
         with set_forward_context(vllm_config=runner.vllm_config, omni_diffusion_config=runner.od_config):
             return rescore(runner.pipeline, states, latents, rows=rows)
 

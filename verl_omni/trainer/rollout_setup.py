@@ -93,12 +93,11 @@ def device_name() -> str:
 
 def device_memory_gib() -> float | None:
     """All memory of the device, in GiB; None without one, where a rollout shares the machine's."""
-    import torch
     from vllm_omni.platforms import current_omni_platform
 
     if not current_omni_platform.is_cuda_alike():
         return None
-    return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
+    return float(current_omni_platform.get_device_total_memory() / 2**30)
 
 
 def _lora_rank(model: DiffusionModelConfig) -> int:

@@ -1,25 +1,24 @@
 """From a plan to a running engine, and what a trainer does with it.
 
 One engine serves one policy at a time. Changes of the policy (LoRA, weights, sleep) wait for the trajectories in flight
-and hold new ones back meanwhile; every sample carries the version of the policy that made it. A request that fails ends
-as a :class:`RolloutError` and takes nothing else with it.
+and hold new ones back meanwhile; every sample carries the version of the policy that made it. Once the workers have
+been asked for a new policy, it comes: a caller that is cancelled then raises CancelledError when it is there. A request
+that fails ends as a :class:`RolloutError` and takes nothing else with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.config.lora import is_lora_scale
+from verl_omni.workers.rollout.flights import Burst, Flights
 from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
@@ -31,18 +30,12 @@ if TYPE_CHECKING:
     from verl_omni.workers.rollout.plan import RolloutPlan
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLOSE_GRACE_S = 10.0
 """How long `close` waits for the engine to acknowledge aborts: it does so within one step or wave, a dead one never."""
 _SLEEP_LEVEL = 1
 """Keep the weights on the host; the engine cannot wake up from level 2."""
-
-
-@dataclass
-class _Flight:
-    task: asyncio.Task[RolloutSample]
-    ended: str | None = None
-    """Why we ended it ourselves."""
 
 
 class RolloutEngine:
@@ -53,7 +46,7 @@ class RolloutEngine:
         self._lora_key_map = lora_key_map
         self._merge_lora = merge_lora
         self._gate = PolicyGate()
-        self._flights: dict[str, _Flight] = {}
+        self._flights = Flights(self._trajectory)
         self._lora: Any = None
         self._lora_scale = 1.0
         self._loras_loaded = 0
@@ -113,36 +106,18 @@ class RolloutEngine:
 
     async def generate(self, request: RolloutRequest) -> RolloutSample:
         """One request. Raises :class:`RolloutError`. Cancelling the awaiting task aborts the request in the engine."""
-        return await self._fly(request, None)
+        return await self._flights.fly(request)
 
-    async def generate_all(
-        self, requests: Sequence[RolloutRequest]
-    ) -> AsyncGenerator[RolloutSample | RolloutError, None]:
+    def generate_all(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[RolloutSample | RolloutError, None]:
         """Submit all at once, so that they batch from the first step; yields each as it finishes.
 
         A failed one is yielded as its error. Leaving the loop early aborts the rest.
         """
-        fresh = {request.request_id for request in requests} - self._flights.keys()
-        burst = (uuid.uuid4().hex, len(fresh))
-        # The engine's queue is first come, first served, and a batch ends where the image size changes. Nothing has
-        # checked the sizes yet, so they may not even be hashable.
-        by_size: dict[str, list[RolloutRequest]] = {}
-        for request in requests:
-            by_size.setdefault(repr((request.height, request.width)), []).append(request)
-        ordered = [request for group in by_size.values() for request in group]
-        tasks = [asyncio.create_task(self._settle(request, burst)) for request in ordered]
-        try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return self._flights.fly_all(requests)
 
     async def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
         """End these requests (None: all) with RolloutError("aborted"). Ids that are not in flight are left alone."""
-        ids = self._flights if request_ids is None else [request_ids] if isinstance(request_ids, str) else request_ids
-        await self._end([self._flights[request_id] for request_id in ids if request_id in self._flights], "aborted")
+        await self._flights.end("aborted", [request_ids] if isinstance(request_ids, str) else request_ids)
 
     async def load_lora(
         self, adapter: str | Path | LoraAdapter, *, scale: float = 1.0, version: int | None = None
@@ -157,7 +132,7 @@ class RolloutEngine:
             raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
         from vllm.lora.request import LoRARequest
 
-        async with in_thread(staged_lora(adapter, self._lora_key_map)) as folder, self._change(version):
+        async def change() -> None:
             if self._merge_lora:  # it is in the weights then, and requests name none
                 await self.call_worker("merge_lora", str(folder), scale)
                 return
@@ -166,13 +141,15 @@ class RolloutEngine:
             await self.call_worker("load_lora", lora)
             await self._set_lora(lora, scale)
 
+        async with in_thread(staged_lora(adapter, self._lora_key_map)) as folder:
+            await self._change(change, version)
+
     async def remove_lora(self) -> None:
         """Go back to the policy without LoRA."""
-        async with self._change():
-            if self._merge_lora:
-                await self.call_worker("unmerge_lora")
-                return
-            await self._set_lora(None, 1.0)
+        if self._merge_lora:
+            await self._change(lambda: self.call_worker("unmerge_lora"))
+        else:
+            await self._change(lambda: self._set_lora(None, 1.0))
 
     async def update_weights(
         self, named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, version: int | None = None
@@ -183,8 +160,8 @@ class RolloutEngine:
         `version` as in :meth:`load_lora`. Raises :class:`RolloutError` naming the first unknown, missing or misshapen
         weight; the old policy serves on then.
         """
-        async with in_thread(staged_weights(named_tensors)) as path, self._change(version):
-            return int(await self.call_worker("load_weights_file", str(path)))
+        async with in_thread(staged_weights(named_tensors)) as path:
+            return int(await self._change(lambda: self.call_worker("load_weights_file", str(path)), version))
 
     async def sleep(self) -> None:
         """Give the device memory of weights (kept on the host) and caches back. Requests fail until :meth:`wake_up`.
@@ -252,7 +229,7 @@ class RolloutEngine:
         if self._closed:
             return
         self._closed = True
-        await self._end(list(self._flights.values()), "the engine was closed", timeout=CLOSE_GRACE_S)
+        await self._flights.end("the engine was closed", timeout=CLOSE_GRACE_S)
         if self._omni.final_output_task is not None:  # belongs to this loop; shutdown() runs in another thread
             self._omni.final_output_task.cancel()
             self._omni.final_output_task = None
@@ -264,32 +241,10 @@ class RolloutEngine:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _settle(self, request: RolloutRequest, burst: tuple[str, int]) -> RolloutSample | RolloutError:
-        try:
-            return await self._fly(request, burst)
-        except RolloutError as error:
-            return error
-
-    async def _fly(self, request: RolloutRequest, burst: tuple[str, int] | None) -> RolloutSample:
-        request_id = request.request_id
-        self._check_open(request_id)
-        if request_id in self._flights:
-            raise RolloutError(request_id, "a request of this id is in flight; give each its own")
-        flight = _Flight(asyncio.create_task(self._trajectory(request, burst)))
-        self._flights[request_id] = flight
-        try:
-            return await flight.task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if flight.ended is None or (current is not None and current.cancelling()):
-                raise
-            raise RolloutError(request_id, flight.ended) from None
-        finally:
-            del self._flights[request_id]
-
-    async def _trajectory(self, request: RolloutRequest, burst: tuple[str, int] | None) -> RolloutSample:
+    async def _trajectory(self, request: RolloutRequest, burst: Burst | None) -> RolloutSample:
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        self._check_open(request.request_id)
         async with self._gate.trajectory() as version:
             self._check_open(request.request_id)
             self._check_awake(request.request_id)
@@ -303,7 +258,7 @@ class RolloutEngine:
                     problem = f"the engine died, start another: {problem}"
                 raise RolloutError(request.request_id, problem) from error
 
-    async def _run(self, request: RolloutRequest, burst: tuple[str, int] | None) -> Any:
+    async def _run(self, request: RolloutRequest, burst: Burst | None) -> Any:
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
         prompt, knobs = request.to_engine()
@@ -316,20 +271,13 @@ class RolloutEngine:
             raise RolloutError(request.request_id, "the engine returned nothing")
         return results[-1]
 
-    async def _end(self, flights: Sequence[_Flight], reason: str, timeout: float | None = None) -> None:
-        for flight in flights:
-            if flight.ended is None:
-                flight.ended = reason
-                flight.task.cancel()
-        if flights:
-            await asyncio.wait([flight.task for flight in flights], timeout=timeout)
-
-    @asynccontextmanager
-    async def _change(self, version: int | None = None) -> AsyncIterator[None]:
-        async with self._gate.change(version=version):
+    async def _change(self, change: Callable[[], Coroutine[Any, Any, T]], version: int | None = None) -> T:
+        async def checked() -> T:
             self._check_open()
             self._check_awake()
-            yield
+            return await change()
+
+        return await self._gate.carry_out(checked, version=version)
 
     async def _check_merging(self) -> None:
         try:

@@ -65,5 +65,11 @@ def measured_run(
     return MeasuredRun(point=fitting[min(plateau)], fits=True, why=f"the smallest {where}")
 
 
+def could_not_run(profile: RolloutProfile, mode: RolloutMode, cap: int | None) -> bool:
+    """Whether `mode` failed when it was to be measured: at `cap`; None: at every cap that was tried."""
+    failed = profile.failed_caps(mode)
+    return cap in failed if cap is not None else bool(failed) and not profile.measured(mode)
+
+
 def _fits(point: ProfilePoint, memory_gib: float | None) -> bool:
     return memory_gib is None or (point.peak_memory_gib or 0.0) <= MEMORY_SHARE * memory_gib

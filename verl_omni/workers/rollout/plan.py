@@ -8,7 +8,8 @@
    the one that a matching profile shows to be fastest, each at the cap at which it would run. Modes within `TIE` of
    the fastest are tied. Tied, or not all batching modes measured at this cap: step-wise before request-level before
    serial. Of two batching modes of which one fits the device's memory, the other is left out; memory alone makes no
-   run serial.
+   run serial. A batching mode that failed when it was to be measured (at this cap; unset, at all caps) is left out
+   too, unless all of them are.
 3. ``batching_mode`` null: ``step_execution=true`` is step-wise; otherwise a cap above 1 is request-level, and a cap
    of 1 or none is serial. Where request-level is meant, an adapter with neither batching mode runs serially, with a
    note; one that batches only step-wise is an error, because what would batch it is one override away.
@@ -24,14 +25,14 @@ says so. What can't be is a :class:`PlanError`: what was asked, why it can't be,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.config.rollout import RolloutMode
 from verl_omni.workers.rollout.asked import ENGINE, ROLLOUT, Asked, PlanError
-from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE, MeasuredRun, measured_run
+from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE, MeasuredRun, could_not_run, measured_run
 from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
 
 Measured = Mapping[RolloutMode, MeasuredRun]
@@ -129,7 +130,8 @@ def resolve_plan(
     micro = log_prob_micro_batch or rollout.log_prob_micro_batch_size_per_gpu
     profile, stale = _matching(profile, key, rollout)
     measured = _measured(profile, asked, micro if rollout.dtype != "float32" else None, memory_gib)
-    mode, reason = _mode(asked, capabilities, measured)
+    failed = {mode for mode in RolloutMode if profile is not None and could_not_run(profile, mode, asked.cap)}
+    mode, reason = _mode(asked, capabilities, measured, failed)
     cap, cap_reason = _cap(asked, mode, measured)
     concerned = asked.batching_mode == "auto" or (mode is not RolloutMode.SERIAL and asked.cap is None)
     notes = [
@@ -173,9 +175,11 @@ def _measured(
     return {mode: run for mode, run in runs if run is not None}
 
 
-def _mode(asked: Asked, capabilities: AdapterCapabilities, measured: Measured) -> tuple[RolloutMode, str]:
+def _mode(
+    asked: Asked, capabilities: AdapterCapabilities, measured: Measured, failed: Set[RolloutMode]
+) -> tuple[RolloutMode, str]:
     if asked.batching_mode == "auto":
-        return _auto(asked, capabilities, measured)
+        return _auto(asked, capabilities, measured, failed)
     if asked.batching_mode is not None:
         mode = RolloutMode(asked.batching_mode)
         asked.check_agreement(mode)
@@ -207,7 +211,9 @@ def _check_support(asked: Asked, mode: RolloutMode, wanted: str, capabilities: A
     raise PlanError(f"{wanted} can't be: {capabilities.name} {lack}", asked.overrides_to(capabilities.modes[0]))
 
 
-def _auto(asked: Asked, capabilities: AdapterCapabilities, measured: Measured) -> tuple[RolloutMode, str]:
+def _auto(
+    asked: Asked, capabilities: AdapterCapabilities, measured: Measured, failed: Set[RolloutMode]
+) -> tuple[RolloutMode, str]:
     modes = capabilities.modes
     if asked.step:
         _check_support(asked, RolloutMode.STEP_WISE, "step_execution=true", capabilities)
@@ -218,10 +224,13 @@ def _auto(asked: Asked, capabilities: AdapterCapabilities, measured: Measured) -
         left = "" if asked.step is None else " that step_execution=false leaves"
         return RolloutMode.SERIAL, f"auto: {capabilities.name} supports no batching mode{left}"
     batching = [mode for mode in modes if mode is not RolloutMode.SERIAL]
-    if any(mode not in measured for mode in batching):
+    able = [mode for mode in batching if mode not in failed] or batching
+    told = "".join(f"; {mode.value} failed when it was to be measured" for mode in batching if mode in failed)
+    if any(mode not in measured for mode in able):
         where = "" if asked.cap is None else f" at max_num_seqs={asked.cap}"
-        return modes[0], f"auto: not measured{where}, {modes[0].value} is preferred"
-    return _fastest({mode: measured[mode] for mode in modes if mode in measured})
+        return able[0], f"auto: not measured{where}, {able[0].value} is preferred{told}"
+    mode, reason = _fastest({mode: measured[mode] for mode in modes if mode in measured})
+    return mode, reason + told
 
 
 def _fastest(runs: Measured) -> tuple[RolloutMode, str]:

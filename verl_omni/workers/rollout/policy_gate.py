@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class PolicyGate:
@@ -54,6 +57,27 @@ class PolicyGate:
         finally:
             self._changes.remove(ticket)
             self._notify()
+
+    async def carry_out(self, change: Callable[[], Coroutine[Any, Any, T]], *, version: int | None = None) -> T:
+        """Enter alone and run `change`; returns what it returns. `version` as in :meth:`change`.
+
+        Once begun, it runs to its end: whoever is cancelled meanwhile waits for that and raises CancelledError then.
+        Otherwise a policy that has changed would keep its old version.
+        """
+        cancelled: asyncio.CancelledError | None = None
+        async with self.change(version=version):
+            task = asyncio.create_task(change())
+            while not task.done():
+                try:
+                    await asyncio.wait([task])
+                except asyncio.CancelledError as error:
+                    cancelled = error
+            if cancelled is not None and (failure := task.exception()) is not None:
+                raise cancelled from failure
+            result = task.result()
+        if cancelled is not None:
+            raise cancelled
+        return result
 
     async def _next_event(self) -> None:
         event = asyncio.get_running_loop().create_future()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_omni.workers.config.base import ConfigError, build, choice, integer, number
+from verl_omni.workers.config.base import ConfigError, build, choice, integer, number, text
 from verl_omni.workers.config.rollout import RolloutMode
 from verl_omni.workers.rollout.profile_key import ProfileKey
 
-__all__ = ["ProfileKey", "ProfilePoint", "RolloutProfile", "load_profiles", "nearest_profile"]
+__all__ = ["ProfileFailure", "ProfileKey", "ProfilePoint", "RolloutProfile", "load_profiles", "nearest_profile"]
+
+LARGEST_CAP = 2**16
+"""Far above what any device holds: a larger cap is a slip."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +31,32 @@ class ProfilePoint:
     max_num_seqs: int
     """The cap; 1 in serial mode."""
     images_per_s: float
-    """Images a second with at least a full batch in flight."""
+    """Images a second of bursts of at least a full batch."""
     peak_memory_gib: float | None = None
     """The most device memory that the engine's worker reserved, in GiB; 0 or None: unknown."""
 
     def __post_init__(self) -> None:
-        choice("profile point.mode", self.mode, tuple(RolloutMode))
-        integer("profile point.max_num_seqs", self.max_num_seqs, low=1)
-        number("profile point.images_per_s", self.images_per_s, above=0)
-        number("profile point.peak_memory_gib", self.peak_memory_gib, low=0, null="unknown")
-        if self.mode == RolloutMode.SERIAL and self.max_num_seqs != 1:
-            raise ConfigError(f"profile point.max_num_seqs={self.max_num_seqs} must be 1 in serial mode")
+        _check_place("profile point", self)
+        rate = number("profile point.images_per_s", self.images_per_s, above=0)
+        peak = number("profile point.peak_memory_gib", self.peak_memory_gib, low=0, null="unknown")
+        object.__setattr__(self, "images_per_s", rate)
+        object.__setattr__(self, "peak_memory_gib", peak)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFailure:
+    """What was to be measured and failed, for want of memory most likely."""
+
+    mode: str
+    """As of a point."""
+    max_num_seqs: int
+    """As of a point."""
+    error: str
+    """What the failure said, for the reader."""
+
+    def __post_init__(self) -> None:
+        _check_place("profile failure", self)
+        text("profile failure.error", self.error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +67,8 @@ class RolloutProfile:
     """What they hold for."""
     points: tuple[ProfilePoint, ...]
     """At least one, in any order."""
+    failed: tuple[ProfileFailure, ...] = ()
+    """What failed beside them."""
     source: str = field(default="", compare=False)
     """Name of the file that it was read from, for messages."""
 
@@ -57,9 +80,14 @@ class RolloutProfile:
                 measured[point.max_num_seqs] = _best(point, measured.get(point.max_num_seqs, point))
         return measured
 
+    def failed_caps(self, mode: str) -> set[int]:
+        """The caps of `mode` that failed and were not measured."""
+        return {failure.max_num_seqs for failure in self.failed if failure.mode == mode} - self.measured(mode).keys()
+
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
-        data = {"key": dataclasses.asdict(self.key), "points": [dataclasses.asdict(point) for point in self.points]}
+        plain = dataclasses.asdict(self)
+        data = {name: plain[name] for name in ("key", "points", "failed") if plain[name]}
         Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -68,43 +96,72 @@ class RolloutProfile:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             return cls._from_data(data, Path(path).name)
+        except RecursionError:
+            raise ConfigError(f"rollout profile {path}: it is nested too deeply") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"rollout profile {path}: {error}") from error
 
     @classmethod
     def _from_data(cls, data: Any, source: str) -> RolloutProfile:
-        if not isinstance(data, dict) or data.keys() != {"key", "points"}:
-            raise ConfigError('it must be an object with "key" and "points"')
-        points = data["points"] if isinstance(data["points"], list) else []
-        if not points:
+        if not isinstance(data, dict) or data.keys() - {"failed"} != {"key", "points"}:
+            raise ConfigError('it must be an object with "key", "points" and maybe "failed"')
+        failed = data.get("failed", [])
+        if not isinstance(data["points"], list) or not data["points"]:
             raise ConfigError('"points" must be a list with at least one measurement')
-        return cls(key=build(ProfileKey, data["key"], "key"), points=tuple(_points(points)), source=source)
+        if not isinstance(failed, list):
+            raise ConfigError('"failed" must be a list')
+        return cls(
+            key=build(ProfileKey, data["key"], "key"),
+            points=tuple(build(ProfilePoint, item, f"points.{i}") for i, item in enumerate(data["points"])),
+            failed=tuple(build(ProfileFailure, item, f"failed.{i}") for i, item in enumerate(failed)),
+            source=source,
+        )
 
 
 def load_profiles(path: str | Path) -> list[RolloutProfile]:
     """The profile in the file `path`; of a folder, those in its ``.json`` files, by name.
 
-    Raises :class:`ConfigError` for a folder without any, and for a file that is no profile.
+    Of a folder, what is hidden is left out, as is a file that is no profile, which the log tells. Raises
+    :class:`ConfigError` for a folder without any profile, and for a single file that is none.
     """
     if not Path(path).is_dir():
         return [RolloutProfile.load(path)]
-    profiles = [RolloutProfile.load(file) for file in sorted(Path(path).glob("*.json"))]
+    profiles = []
+    for file in sorted(Path(path).glob("*.json")):
+        if file.name.startswith(".") or not file.is_file():
+            continue
+        try:
+            profiles.append(RolloutProfile.load(file))
+        except ConfigError as error:
+            logger.warning("left out: %s", error)
     if not profiles:
         raise ConfigError(
-            f"rollout profile {path}: the folder holds no .json file; measure one with "
+            f"rollout profile {path}: the folder holds no profile; measure one with "
             f"python -m verl_omni.bench … --profile {Path(path) / 'profile.json'}"
         )
     return profiles
 
 
 def nearest_profile(profiles: Iterable[RolloutProfile], key: ProfileKey) -> RolloutProfile:
-    """The first that matches `key`; without one, the first that differs in the fewest things."""
-    return min(profiles, key=lambda profile: len(profile.key.differences(key)))
+    """The first that matches `key`, which the log tells if several do; without one, the first that differs least."""
+    by_difference: dict[int, list[RolloutProfile]] = {}
+    for profile in profiles:
+        by_difference.setdefault(len(profile.key.differences(key)), []).append(profile)
+    first, *others = by_difference[min(by_difference)]
+    if others and 0 in by_difference:
+        names = ", ".join(profile.source for profile in others)
+        logger.warning("of the rollout profiles that hold for this run %s is used, and not %s", first.source, names)
+    return first
 
 
-def _points(points: list[Any]) -> Iterator[ProfilePoint]:
-    for index, point in enumerate(points):
-        yield build(ProfilePoint, point, f"points.{index}")
+def _check_place(what: str, place: ProfilePoint | ProfileFailure) -> None:
+    choice(f"{what}.mode", place.mode, tuple(RolloutMode))
+    cap = integer(f"{what}.max_num_seqs", place.max_num_seqs, low=1)
+    if cap > LARGEST_CAP:
+        raise ConfigError(f"{what}.max_num_seqs={cap} must be at most {LARGEST_CAP}")
+    if place.mode == RolloutMode.SERIAL and cap != 1:
+        raise ConfigError(f"{what}.max_num_seqs={cap} must be 1 in serial mode")
+    object.__setattr__(place, "max_num_seqs", cap)
 
 
 def _best(a: ProfilePoint, b: ProfilePoint) -> ProfilePoint:

@@ -9,15 +9,15 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import verl_omni
-from verl_omni.workers.config.base import as_mapping, flag, integer, text
-from verl_omni.workers.config.rollout import DiffusionRolloutConfig
+from verl_omni.workers.config.base import as_mapping, choice, flag, integer, text
+from verl_omni.workers.config.rollout import OUTPUT_TYPES, DiffusionRolloutConfig
 
 ATTENTION_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 """The environment variable from which the engine takes the backend that its options do not name."""
@@ -42,7 +42,12 @@ _OPTIONS_WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileKey:
-    """What a measurement holds for. Two runs with the same key are equally fast."""
+    """What a measurement holds for. Runs with the same key are about as fast as each other.
+
+    Left out is what a run does not know beforehand or what changes little: the lengths of prompts and how many images
+    share one, the layers that the LoRA is on, how many steps are stochastic, and in ``cfg`` for how many requests
+    guidance runs.
+    """
 
     model: str
     """Last part of the model's path or hub name, for the reader. It decides only where `transformer` is unknown."""
@@ -54,6 +59,10 @@ class ProfileKey:
     """Pixels; None: the adapter's default."""
     num_inference_steps: int | None = None
     """Denoising steps; None: the adapter's default."""
+    max_sequence_length: int | None = None
+    """Limit on text tokens, to which some adapters pad; None: the adapter's default."""
+    output_type: str | None = "pt"
+    """"pt": images are decoded; "latent": not; None: the adapter's default."""
     cfg: bool
     """Whether classifier-free guidance runs for any request, which doubles the forwards."""
     lora_rank: int
@@ -77,14 +86,18 @@ class ProfileKey:
         for name in ("model", "dtype", "attention", "device"):
             text(f"profile key.{name}", getattr(self, name))
         text("profile key.transformer", self.transformer, null="unknown")
-        for name in ("height", "width", "num_inference_steps"):
-            integer(f"profile key.{name}", getattr(self, name), low=1, null="the adapter's default")
-        integer("profile key.lora_rank", self.lora_rank, low=0)
+        choice("profile key.output_type", self.output_type, OUTPUT_TYPES, null="the adapter's default")
+        default, kept = "the adapter's default", {"lora_rank": integer("profile key.lora_rank", self.lora_rank, low=0)}
+        for name in ("height", "width", "num_inference_steps", "max_sequence_length"):
+            kept[name] = integer(f"profile key.{name}", getattr(self, name), low=1, null=default)
         for name in ("cfg", "lora_merged", "compiled"):
-            flag(f"profile key.{name}", getattr(self, name))
-        as_mapping("profile key.engine_options", self.engine_options)
-        for package, number in as_mapping("profile key.versions", self.versions).items():
+            kept[name] = flag(f"profile key.{name}", getattr(self, name))
+        for name in ("engine_options", "versions"):
+            kept[name] = as_mapping(f"profile key.{name}", getattr(self, name))
+        for package, number in kept["versions"].items():
             text(f"profile key.versions.{package}", number)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def of(
@@ -111,12 +124,12 @@ class ProfileKey:
             compiled=device != "cpu" and not eager,
             device=device,
             engine_options=_engine_options(rollout),
-            versions=installed_versions(),
+            versions=installed_versions(PACKAGES),
             **_request_shape(rollout),
         )
 
     def with_request_shape(self, rollout: DiffusionRolloutConfig) -> ProfileKey:
-        """This key for the size, steps and dtype of `rollout`."""
+        """This key for the size, steps, text limit, output and dtype of `rollout`."""
         return replace(self, **_request_shape(rollout))
 
     def differences(self, key: ProfileKey) -> tuple[str, ...]:
@@ -146,10 +159,12 @@ def attention_backend(options: Mapping[str, Any]) -> str:
     """Name of the attention backend that the engine gets by its `options` or the environment, in capitals.
 
     `DEFAULT_ATTENTION` if neither names one. What else ``diffusion_attention_config`` says follows the name as JSON.
+    Raises :class:`ConfigError` if that is no mapping.
     """
-    config = dict(options.get("diffusion_attention_config") or {})
-    default = config.pop("default", None) or {}
-    spec = {"backend": default} if isinstance(default, str) else dict(default)
+    key = f"{DiffusionRolloutConfig.KEY}.engine_kwargs.vllm_omni.diffusion_attention_config"
+    config = as_mapping(key, options.get("diffusion_attention_config"))
+    default = config.pop("default", None)
+    spec = {"backend": default} if isinstance(default, str) else as_mapping(f"{key}.default", default)
     places = (spec.pop("backend", None), options.get("diffusion_attention_backend"), os.environ.get(ATTENTION_VARIABLE))
     named = [str(place).upper() for place in places if place and str(place).lower() != "auto"]
     rest = {key: value for key, value in {**config, "default": spec}.items() if value}
@@ -157,10 +172,10 @@ def attention_backend(options: Mapping[str, Any]) -> str:
     return f"{name} {json.dumps(rest, sort_keys=True)}" if rest else name
 
 
-def installed_versions() -> dict[str, str]:
-    """Package → version of those that decide the speed; nothing is imported. A missing one is left out."""
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Package → version of verl_omni and of `packages`; nothing is imported. A missing one is left out."""
     versions = {"verl-omni": verl_omni.__version__}
-    for package in PACKAGES:
+    for package in packages:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -206,8 +221,8 @@ def _defaults(class_name: str) -> dict[str, Any] | None:
 
 
 def _request_shape(rollout: DiffusionRolloutConfig) -> dict[str, Any]:
-    shape = {name: getattr(rollout.pipeline, name) for name in ("height", "width", "num_inference_steps")}
-    return {**shape, "dtype": rollout.dtype}
+    names = ("height", "width", "num_inference_steps", "max_sequence_length", "output_type")
+    return {**{name: getattr(rollout.pipeline, name) for name in names}, "dtype": rollout.dtype}
 
 
 def _engine_options(rollout: DiffusionRolloutConfig) -> dict[str, Any]:

@@ -1,0 +1,128 @@
+"""Rows through a step: in as few forwards as fit, guided; each request alone where they fail together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from verl_omni.pipelines.hooks import ModelHooks, check_shape, contained
+from verl_omni.pipelines.memory import forecast_rows, forward_limit, give_back
+from verl_omni.pipelines.rows import Forward, RowBatch, rollout_of
+from verl_omni.pipelines.stage_clock import StageClock
+from verl_omni.pipelines.stats import RolloutStats
+
+if TYPE_CHECKING:
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.worker.utils import StepRequestState
+
+logger = logging.getLogger(__name__)
+
+
+class RowForwards(ModelHooks):
+    """The part of the rollout adapter that takes steps."""
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = "") -> None:
+        super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        self.stats = RolloutStats()
+        self.clock = StageClock(self.device)
+        self._batch: RowBatch | None = None
+        self.rows_per_forward: int | None = (od_config.custom_pipeline_args or {}).get("rows_per_forward")
+        self._compiling: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        devices = od_config.parallel_config.world_size
+        self._forwards = forward_limit(self.device, self._count_halving, devices=devices)
+
+    def advance(self, states: Sequence[StepRequestState]) -> Tensor:
+        """Take the step of `states`, which stand as ``self._batch`` does if there is one; the guided velocity."""
+        try:
+            with contained():
+                batch = self._batch = self._batch or self.gather(states)
+                with self.clock.stage("denoise"):
+                    velocity = self.guided_velocity(batch)
+                with self.clock.stage("step"):
+                    batch.advance(velocity)
+                return velocity
+        except Exception as error:
+            self._batch = None
+            if len(states) == 1:
+                logger.error("the step of request %s failed", states[0].request_id, exc_info=error)
+                rollout_of(states[0]).error = error
+                return torch.zeros_like(states[0].latents)
+            if not self._forwards.repeats:
+                raise
+            logger.warning("a step of %d requests failed, trying each alone: %s", len(states), error)
+        give_back(self.device)
+        velocities = []
+        for state in states:
+            velocities.append(self.advance([state]))
+            self._batch = None
+        return torch.cat(velocities)
+
+    def gather(self, states: Sequence[StepRequestState]) -> RowBatch:
+        """The rows of prepared `states` of one image size, at whatever steps they stand.
+
+        Where the plan gives no ``rows_per_forward``, the free memory does.
+        """
+        limit = self.rows_per_forward
+        if limit is None:
+            limit = forecast_rows(
+                states,
+                functools.partial(self._row_bytes, states[0].latents),
+                most=self._forwards.most,
+                device=self.device,
+                devices=self._forwards.devices,
+            )
+        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=limit)
+
+    def guided_velocity(self, batch: RowBatch) -> Tensor:
+        """Velocity [B, ...] float32 of all rows at their current latents and timesteps, guidance applied."""
+        with self._compiling():
+            cond = self._predict(batch, batch.cond)
+            for forward in batch.cond:
+                self.stats.batch_sizes[len(forward)] += 1
+            if not batch.uncond:
+                return cond
+            uncond, guided = self._predict(batch, batch.uncond), batch.guided
+            if guided is None:
+                return self.guide(cond, uncond, batch.cfg_scale)
+            return cond.index_copy(0, guided, self.guide(cond[guided], uncond[guided], batch.cfg_scale))
+
+    def _predict(self, batch: RowBatch, forwards: list[Forward]) -> Tensor:
+        """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others.
+
+        `forwards` that ran out of memory are replaced by those that did not, for the steps to come.
+        """
+        all_timesteps, (height, width) = batch.timesteps, batch.size
+
+        def run(forward: Forward) -> Tensor:
+            latents, timesteps = batch.latents, all_timesteps
+            if forward.index is not None:
+                latents, timesteps = latents[forward.index], timesteps[forward.index]
+            part = self.predict_velocity(latents, timesteps, forward.text, batch.size).float()
+            return check_shape("predict_velocity", part, latents.shape)
+
+        parts = self._forwards.run(
+            forwards,
+            run,
+            cost=lambda forward: self._row_bytes(batch.latents, forward.text.embeds.shape[1]),
+            describe=lambda forward: f"{height}x{width} pixels, {forward.text.embeds.shape[1]} text tokens",
+        )
+        forwards[:] = [forward for forward, _ in parts]
+        if forwards[0].index is None:
+            return parts[0][1]
+        velocity = torch.zeros_like(batch.latents)
+        for forward, part in parts:
+            velocity[forward.index] = part
+        return velocity
+
+    def _row_bytes(self, latents: Tensor, text_tokens: int) -> int:
+        return max(1, self.row_bytes(self.image_tokens(tuple(latents.shape[1:])), text_tokens))
+
+    def _count_halving(self) -> None:
+        self.stats.out_of_memory += 1

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm_omni.diffusion.request import OmniDiffusionRequest
+from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_omni.pipelines.engine_backend import (
@@ -54,6 +55,18 @@ def test_requests_that_differ_in_their_own_knobs_share_a_batch(cls):
     for i, own in enumerate(knobs):
         made.add_request(request(str(i), **own))
     assert made.schedule().num_scheduled_reqs == len(knobs)
+
+
+@pytest.mark.parametrize("cls", SCHEDULERS)
+def test_a_queue_of_mixed_sizes_is_served_size_by_size(cls):
+    made = scheduler(cls, max_num_seqs=4)
+    for i in range(6):
+        made.add_request(request(str(i), height=64 if i % 2 == 0 else 128))
+    assert made.schedule().scheduled_request_ids == ["0", "2", "4"]
+    made.add_request(request("6"))
+    assert set(made.schedule().scheduled_request_ids) == {"0", "2", "4", "6"}
+    made.finish_requests(["0", "2", "4", "6"], DiffusionRequestStatus.FINISHED_COMPLETED)
+    assert made.schedule().scheduled_request_ids == ["1", "3", "5"]
 
 
 @pytest.mark.parametrize("cls", SCHEDULERS)

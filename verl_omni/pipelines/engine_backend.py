@@ -1,12 +1,13 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
 Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
-subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in four things; any other pipeline is treated as
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in five things; any other pipeline is treated as
 by the stock engine.
 
-* **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more; a head of the queue
-  whose key differs blocks all behind it. Our adapters read every knob per request, so only what one tensor can't mix is
-  left: :class:`RolloutBatchKey`.
+* **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more. Our adapters read
+  every knob per request, so only what one tensor can't mix is left: :class:`RolloutBatchKey`.
+* **Order.** By itself a head of the queue whose key differs blocks all behind it; see
+  :mod:`~verl_omni.pipelines.queue_order`.
 * **Admission.** Requests arrive one by one, so the first would start alone. One that carries
   ``extra_args["rollout_burst"] = (id, size)`` says how many are coming: an idle engine waits for them.
 * **Hooks.** Pixels leave the adapter finished, so the architecture's post-processing is not run on them.
@@ -16,6 +17,8 @@ by the stock engine.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,10 +27,11 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
-from vllm_omni.diffusion.sched.interface import _AdmissionWaitDecision
+from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput, _AdmissionWaitDecision
 
 from verl_omni.pipelines.diffusion_rollout_output import wrap_rollout_postprocessor
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+from verl_omni.pipelines.queue_order import QueueOrder
 
 BURST_QUIET_S = 0.25
 """An incomplete burst is given up when nothing has arrived for this long: members come about 1 ms apart, so this only
@@ -87,13 +91,37 @@ def burst_of(request: OmniDiffusionRequest) -> tuple[str, int] | None:
 class _RolloutScheduling:
     """Key and admission for both schedulers of the engine. Mixed in before one of them."""
 
+    if TYPE_CHECKING:
+        _waiting: deque[str]
+        _request_states: dict[str, Any]
+        max_num_running_reqs: int
+
     def __init__(self) -> None:
         super().__init__()
         self._bursts = BurstTracker()
+        self._order = QueueOrder()
+        self._arrivals: dict[str, int] = {}
+        self._arrived = itertools.count()
 
     def add_request(self, request: OmniDiffusionRequest) -> str:
         self._bursts.arrived(burst_of(request))
-        return super().add_request(request)  # type: ignore[misc]
+        request_id: str = super().add_request(request)  # type: ignore[misc]
+        self._arrivals[request_id] = next(self._arrived)
+        return request_id
+
+    def schedule(self) -> DiffusionSchedulerOutput:
+        waiting = sorted((r for r in self._waiting if r in self._request_states), key=self._arrivals.__getitem__)
+        keyed = [(request, self._request_states[request].sampling_params_key) for request in waiting]
+        running = self._current_sampling_params_key()  # type: ignore[attr-defined]
+        self._waiting = deque(self._order.arrange(keyed, running, max_batch=self.max_num_running_reqs))
+        output: DiffusionSchedulerOutput = super().schedule()  # type: ignore[misc]
+        self._order.admitted(set(waiting) - set(self._waiting), waiting)
+        return output
+
+    def _pop_extra_request_state(self, request_id: str) -> None:
+        super()._pop_extra_request_state(request_id)  # type: ignore[misc]
+        self._arrivals.pop(request_id, None)
+        self._order.forget(request_id)
 
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RolloutBatchKey:
         sampling = request.sampling_params
@@ -112,7 +140,7 @@ class _RolloutScheduling:
                 should_wait=True,
                 deadline=now + BURST_DEADLINE_S,
                 stable_window_s=BURST_QUIET_S,
-                max_batch=self.max_num_running_reqs,  # type: ignore[attr-defined]
+                max_batch=self.max_num_running_reqs,
             )
         return super().get_admission_wait_decision(now=now, dp_concurrent=dp_concurrent)  # type: ignore[misc]
 
@@ -131,7 +159,7 @@ class _RolloutScheduling:
         return False
 
     def _waiting_bursts(self) -> list[tuple[str, int]]:
-        states = (self._request_states.get(request_id) for request_id in self._waiting)  # type: ignore[attr-defined]
+        states = (self._request_states.get(request_id) for request_id in self._waiting)
         bursts = (burst_of(state.req) for state in states if state is not None)
         return [burst for burst in bursts if burst is not None]
 

@@ -20,7 +20,7 @@ export VLLM_NO_USAGE_STATS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help install demo rollout test test-fast lint format docs bench clean distclean
+.PHONY: help install demo rollout test test-fast lint format docs bench soak clean distclean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -67,6 +67,9 @@ docs: $(STAMP)  ## build the docs into site/; a broken link fails
 
 bench: $(STAMP)  ## measure the three modes on this machine; fails if batching gains less than it did
 	$(BIN)/python -m verl_omni.bench $(BENCH) --baseline benchmarks/cpu_modes.json --out outputs/bench/cpu_modes.json
+
+soak: $(STAMP)  ## play random workloads with faults, aborts, swaps and kills to an engine, and check every result
+	$(BIN)/python -m verl_omni.testing.soak --requests 400 --seed 0 1 --swaps 8 --kills 1 --out outputs/soak.json
 
 clean:  ## remove what running, testing and building left
 	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist outputs site verl_omni.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import io
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from verl_omni.reward_loop import RewardError, RewardManager
 from verl_omni.reward_loop.endpoint import MAX_WAIT_S, wait_before_retry
 from verl_omni.reward_loop.item import ScoreError
 from verl_omni.reward_loop.vlm import fill_template, read_answer
+from verl_omni.workers.config.scorers import HttpConfig
 
 SECRET = "sk-do-not-tell"
 Reply = web.Response | Callable[[web.Request], Awaitable[web.Response]]
@@ -151,6 +153,9 @@ async def test_nobody_listening_is_tried_again_too(unused_tcp_port):
         (web.Response(body=b"\xff\xfe"), "gave a reply that is no JSON"),
         (web.Response(text="[" * 100_000), "gave a reply that is no JSON"),
         (web.Response(text=f'{{"score": 1, "pad": "{"x" * 1_000_000}"}}'), "more than max_reply_bytes=1000000"),
+        (web.Response(text="{}", content_type="text/html"), "gave a reply of type text/html; it must be JSON"),
+        (web.Response(body=b"{}", content_type="image/png"), "gave a reply of type image/png; it must be JSON"),
+        (web.json_response({"score": [1.0, 2.0]}), "'score' of the reply must be a number, got a list"),
         (web.json_response([1]), "must be an object with the key 'score', got a list"),
         (web.json_response({"points": 1}), "must be an object with the key 'score', got the keys ['points']"),
         (web.json_response(None), "must be an object with the key 'score', got a NoneType"),
@@ -169,6 +174,53 @@ async def test_what_will_not_pass_is_an_error_at_once(service, reply, reason):
     assert reason in str(raised.value)
     assert len(str(raised.value)) < 500
     assert len(service.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["application/json", "application/problem+json", "text/plain", "application/octet-stream"]
+)
+async def test_json_may_have_any_of_its_types(service, kind):
+    service.replies = [web.Response(body=b'{"score": 2}', content_type=kind)]
+    assert await service.score() == 2.0
+
+
+async def test_a_reply_that_unfolds_is_bounded_too(service):
+    async def packed(request: web.Request) -> web.Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        content = gzip.compress(b" " * 100_000_000)
+        return web.Response(body=content, content_type="application/json", headers={"Content-Encoding": "gzip"})
+
+    service.replies = [packed]
+    with pytest.raises(RewardError, match="max_reply_bytes=1000000"):
+        await service.score(retries=0)
+
+
+async def test_a_redirect_takes_neither_image_nor_key_elsewhere(service, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    service.replies = [web.Response(status=307, headers={"Location": f"{service.url}/elsewhere"}), scored(1)]
+    with pytest.raises(RewardError, match="refused with status 307"):
+        await service.score(api_key_env="JUDGE_KEY")
+    assert [request.path for request in service.requests] == ["/score"]
+
+
+@pytest.mark.parametrize("kind", ["http", "vlm"])
+async def test_an_image_that_is_too_large_is_not_sent(service, kind):
+    service.replies = [scored(1)]
+    with pytest.raises(RewardError, match=r"of 4×4 pixels has \d+ bytes as a PNG, more than max_image_bytes=10"):
+        await service.score(item(noise(4)), type=kind, max_image_bytes=10)
+    assert not service.bodies
+
+
+async def test_what_the_address_holds_is_not_told_when_it_is_repeated(service):
+    service.replies = [web.Response(status=400, text="no user abc/def=, or abc%2Fdef%3D")]
+    with pytest.raises(RewardError, match=r"no user \*\*\*, or \*\*\*"):
+        await service.score(url=f"{service.url}/score?user=abc%2Fdef%3D")
+
+
+def test_the_default_retries_bridge_20_seconds_in_which_nothing_answers():
+    config = HttpConfig(url="http://a/")
+    waits = [config.retry_wait_s * 2**attempt for attempt in range(config.retries)]
+    assert sum(waits) * 0.5 > 20
 
 
 async def test_no_more_requests_at_a_time_than_allowed(service):

@@ -131,5 +131,12 @@ async def test_close_may_be_called_twice_and_ends_scoring():
     manager = RewardManager(reward_config(scorers={"c": {"type": "color"}, "h": {"type": "http", "url": "http://a/"}}))
     await manager.close()
     await manager.close()
-    with pytest.raises(RewardError, match="after shutdown"):
+    with pytest.raises(RewardError, match=r"c could not score .* the threads are closed"):
         await manager.score(item())
+
+
+async def test_an_error_of_a_function_is_told_without_secrets(function):
+    code = "def compute_score():\n    raise OSError('401 for https://me:hush-hush@host/score?key=hush-hush')\n"
+    with pytest.raises(RewardError) as raised:
+        await score(item(), scorers={"f": function("telling", code)})
+    assert raised.value.reason == "OSError: 401 for https://***@host/score?key=***"

@@ -139,6 +139,41 @@ def test_what_is_in_the_way_of_the_outputs_is_named(tmp_path):
             check_output_dir(GenerationConfig(output_dir=str(tmp_path / folder)))
 
 
+@pytest.mark.parametrize("name", ["../escaped", "/tmp/escaped", "a/b", "a\0b", "é" * 130])
+def test_a_request_id_writes_nothing_outside_the_folder(tmp_path, name):
+    folder = tmp_path / "out"
+    (folder / "images").mkdir(parents=True)
+    results = [(RolloutRequest(request_id=name, prompt="a"), sample(name))]
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match="names no file"):
+        write(folder, results)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["images", "grid.png", "rollout.json"])
+def test_a_link_out_of_the_folder_is_refused_and_one_within_it_is_not(tmp_path, name):
+    folder, outside = tmp_path / "out", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    (outside / "0000-00.png").write_text("mine")
+    (folder / name).symlink_to(outside if name == "images" else outside / "file")
+    with pytest.raises(
+        ConfigError, match=rf"output_dir=.*{name} is a link to {outside}.*, outside the folder; remove it"
+    ):
+        check_output_dir(GenerationConfig(output_dir=str(folder)))
+    (folder / name).unlink()
+    (folder / "real").mkdir()
+    (folder / name).symlink_to(folder / "real" if name == "images" else folder / "real" / "file")
+    check_output_dir(GenerationConfig(output_dir=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a" * 256, "/".join(["abc"] * 1100), "\ud800"])
+def test_what_can_name_no_folder_is_a_bad_configuration(name):
+    with pytest.raises(ConfigError, match=r"generation\.output_dir=.*(no file name can have|too long)") as raised:
+        GenerationConfig(output_dir=name)
+    assert len(str(raised.value)) < 200
+
+
 def test_a_folder_that_cannot_be_made_is_found_before_the_run_and_a_fine_one_is_left_unmade(tmp_path):
     with pytest.raises(ConfigError, match="'/proc/no/such' cannot be written"):
         check_output_dir(GenerationConfig(output_dir="/proc/no/such"))

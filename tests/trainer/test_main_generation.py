@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prometheus_client
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.docs.pages import documented_messages, matches
+from tests.trainer.test_prometheus import figure
 from verl_omni.trainer.generation.job import GenerationJob
 from verl_omni.trainer.main_generation import compose, main
+from verl_omni.trainer.prometheus import OUTCOMES
 from verl_omni.trainer.rollout_setup import device_name
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 from verl_omni.workers.rollout.profile import ProfileKey, ProfilePoint, RolloutProfile
@@ -127,7 +130,8 @@ def test_ctrl_c_writes_what_is_finished(minimal, tiny_qwen, tmp_path, monkeypatc
     finished = []
 
     def update(self, n=1):
-        finished.append(n)
+        if self.desc == "rollout":  # the engine has bars of its own
+            finished.append(n)
         if len(finished) == 2:
             asyncio.current_task().cancel()
 
@@ -139,7 +143,20 @@ def test_ctrl_c_writes_what_is_finished(minimal, tiny_qwen, tmp_path, monkeypatc
         f"{ROLLOUT}.n=6",
     ]
     arguments += [f"{ROLLOUT}.pipeline.{name}=64" for name in ("height", "width")]
+    arguments += [f"{ROLLOUT}.metrics_port=0"]
+    registries = []
+    serve = prometheus_client.start_http_server
+    monkeypatch.setattr(
+        prometheus_client,
+        "start_http_server",
+        lambda *given, registry, **options: (registries.append(registry), serve(*given, registry=registry, **options))[
+            1
+        ],
+    )
     assert main(arguments) == 1
+    ended = {outcome: figure(registries[0], "requests_total", outcome=outcome) for outcome in OUTCOMES}
+    assert ended == {"success": 2, "error": 0, "aborted": 4, "retried": 0}
+    assert figure(registries[0], "waves_total") >= 1
     report = json.loads((tmp_path / "out" / "rollout.json").read_text())
     assert report["num_images"] == 2
     assert [failure["error"] for failure in report["failed"]] == ["interrupted"] * 4

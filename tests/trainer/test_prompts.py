@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from verl_omni.trainer.prompts import REWARD_KEYS, ROW_KEYS, read_prompts
+from verl_omni.trainer.prompts import REWARD_KEYS, ROW_KEYS, PromptRow, read_prompts
 from verl_omni.trainer.requests import make_requests
 from verl_omni.workers.config import (
     ConfigError,
@@ -17,6 +18,7 @@ from verl_omni.workers.config import (
     DiffusionRolloutConfig,
 )
 from verl_omni.workers.rollout.seeds import request_seed
+from verl_omni.workers.rollout.spread import LoadSpread
 
 DOCUMENTED = (
     "prompt negative_prompt prompt_token_ids height width num_inference_steps true_cfg_scale guidance_scale seed "
@@ -71,6 +73,7 @@ def test_jsonl_rows_set_any_sampling_key(tmp_path):
             r"p\.jsonl:2: heigth is not a known key; did you mean height\?",
         ),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": ', r"p\.jsonl:3: no valid JSON"),
+        ("p.jsonl", '{"extra_info": ' + "[" * 100_000, r"p\.jsonl:1: no valid JSON"),
         ("p.jsonl", '["a"]', r"p\.jsonl:1: must be an object"),
         ("p.jsonl", '{"prompt": "a", "request_id": "x"}', r"p\.jsonl:1: request_id"),
         ("p.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}', r'p\.jsonl:1: prompt must be .*"role": "user"'),
@@ -180,6 +183,17 @@ def test_seed_follows_the_place_in_the_run(tmp_path):
     seeds = [r.seed for r in requests(tmp_path, rows, DiffusionRolloutConfig(n=3, seed=1))]
     assert seeds == [1_000_003 + index for index in range(15)]
     assert {r.seed for r in requests(tmp_path, rows, DiffusionRolloutConfig(n=3, seed=None))} == {None}
+
+
+def test_two_workers_with_two_rows_each_get_four_seeds_and_the_callers_values_stay_as_they_are():
+    rows = [PromptRow(values={"prompt": name}, source=name) for name in ("a", "b")]
+    rollout = DiffusionRolloutConfig(n=2, seed=42)
+    before = copy.deepcopy((rows, rollout))
+    made = make_requests(rows, rollout)
+    dealt = LoadSpread(2).deal([2, 2])
+    seeds = [[made[2 * group + k].seed for group in groups for k in range(2)] for groups in dealt.values()]
+    assert seeds == [[42 * 1_000_003, 42 * 1_000_003 + 1], [42 * 1_000_003 + 2, 42 * 1_000_003 + 3]]
+    assert (rows, rollout) == before
 
 
 def test_later_steps_have_other_seeds_and_ids_may_be_named(tmp_path):

@@ -14,9 +14,10 @@ from PIL import Image
 from tests.trainer.samples import scored
 from verl_omni.reward_loop.item import RewardResult
 from verl_omni.trainer.diffusion.metrics_file import METRICS, MetricsFile, read_metrics
-from verl_omni.trainer.diffusion.run_log import RunLog, masked, step_line
+from verl_omni.trainer.diffusion.run_log import RunLog, step_line
 from verl_omni.trainer.diffusion.validation_grid import find_grids, reward_caption, validation_tiles, write_grid
 from verl_omni.trainer.generation.grid import Tile
+from verl_omni.utils.secrets import masked
 
 TILES = [Tile(image=Image.new("RGB", (8, 8), "red"), label="0.5", prompt="a red square")] * 3
 

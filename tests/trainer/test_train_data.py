@@ -20,7 +20,7 @@ from verl_omni.trainer.diffusion.data import (
 )
 from verl_omni.trainer.diffusion.prompt_tokens import PromptTokenizer
 from verl_omni.trainer.diffusion.settings import TrainDataConfig
-from verl_omni.trainer.prompts import read_prompts
+from verl_omni.trainer.prompts import _KINDS, ROW_KEYS, PromptRow, check_values, read_prompts
 from verl_omni.workers.config import (
     ConfigError,
     DiffusionModelConfig,
@@ -246,3 +246,36 @@ def test_a_model_without_tokenizers_is_told(tmp_path):
     config = model(tmp_path, "tokenizer_2", "tokenizer_3")
     with pytest.raises(ConfigError, match=r"the trainer can't tokenize for .*write .*extra_tokenizers=null"):
         PromptTokenizer.load(config, adapter("StableDiffusion3Pipeline"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("seed", "many", "an integer"),
+        ("seed", True, "an integer"),
+        ("seed", 1.5, "an integer"),
+        ("true_cfg_scale", "4", "a finite number"),
+        ("true_cfg_scale", float("nan"), "a finite number"),
+        ("prompt", 7, "a text"),
+        ("negative_prompt", {"a": 1}, "a text"),
+        ("prompt_token_ids", [1, "b"], "a list of integers"),
+        ("prompt_mask_2", "111", "a list of integers"),
+        ("max_sequence_length", [32], "an integer"),
+    ],
+)
+def test_a_value_of_another_type_is_told_with_its_row(tmp_path, key, value, what):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "a"}, {"prompt": "b", key: value}]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    data = {"train_files": str(file), "train_batch_size": 2}
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl:2: {key} must be {what}, got "):
+        TrainPrompts.read(TrainDataConfig(**data))
+    with pytest.raises(ConfigError, match=rf"prompts\.jsonl:2: {key} must be {what}, got "):
+        read_validation_prompts(TrainDataConfig(**data, val_files=str(file)))
+
+
+def test_null_and_every_type_that_a_key_takes_are_accepted():
+    good = {"str": "a", "int": 3, "float": 2, "bool": True, "TokenIds": [1, 2], "tuple[int, int]": [0, 3]}
+    for key in ROW_KEYS:
+        for value in (None, good[_KINDS[key]]):
+            check_values([PromptRow(values={key: value}, source="here")])

@@ -89,7 +89,9 @@ def test_batches_are_what_the_mode_says(histories):
 
 
 @only_qwen
-def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(histories, model, tmp_path, caplog):
+def test_a_run_outlives_its_server_and_when_it_is_killed_goes_on_from_its_last_checkpoint(
+    histories, model, tmp_path, caplog
+):
     arguments = overrides(
         tmp_path,
         model,
@@ -100,9 +102,12 @@ def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(histories, model,
         "trainer.max_actor_ckpt_to_keep=1",
         f"reward.custom_reward_function.path={dying_reward.__file__}",
     )
-    killed = run(arguments, DIE_IN_STEP="4")
+    killed = run(arguments, KILL_SERVER_IN_STEP="2", DIE_IN_STEP="4")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert max(history(tmp_path)) == 3
+    deaths = {k: row["rollout/servers_restarted"] for k, row in history(tmp_path).items()}
+    assert deaths == {1: 0, 2: 1, 3: 0}
+    for told in ("vllm_omni_server_0_0 died: ", "vllm_omni_server_0_0 serves again, "):
+        assert len([line for line in killed.stderr.splitlines() if told in line]) == 1
     assert main(arguments) == 0
     assert "going on after step 3" in caplog.text
     resumed, whole = history(tmp_path), histories["step_wise"]

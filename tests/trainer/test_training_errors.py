@@ -12,6 +12,7 @@ from verl_omni.testing.tiny_training import overrides
 from verl_omni.trainer.compose import compose
 from verl_omni.trainer.diffusion.job import TrainingJob
 from verl_omni.trainer.main_diffusion import CONFIG_NAME, main
+from verl_omni.workers.config import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,11 @@ def model(tmp_path_factory) -> Path:
         ("reward.scorers.text={type:ocr}", r"prompts\.txt:1: .* has no text in quotes"),
         ("trainer.resume_mode=nowhere", r"resume_mode='nowhere' is no checkpoint folder"),
         ("trainer.default_local_dir=/dev/null/run", r"default_local_dir='/dev/null/run': /dev/null is in the way"),
+        ("trainer.default_local_dir=" + "a" * 300, r"trainer\.default_local_dir='aaa.*too long"),
+        ("data.val_files=" + "a" * 300 + ".txt", r"data\.val_files='aaa.*too long"),
+        ("model.path=" + "a" * 300, r"model\.path='aaa.*too long"),
+        ("trainer.resume_mode=" + "a" * 300, r"trainer\.resume_mode='aaa.*too long"),
+        ("rollout.metrics_port=70000", r"rollout\.metrics_port=70000 must be at most 65535"),
         (
             "rollout.batching_mode=step_wise rollout.engine_kwargs.vllm_omni.step_execution=false",
             r"step_execution",
@@ -99,3 +105,42 @@ def test_more_gpus_than_there_are(settings, message, model, tmp_path, capfd, mon
     arguments = [item for item in overrides(tmp_path, model, *settings) if item != "trainer.device=cpu"]
     assert main(arguments) == 2
     assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("metrics.jsonl", True), ("run.json", True), ("report.html", True), ("validation", False)]
+)
+def test_what_lies_where_the_run_will_write_is_told_before_anything_starts(model, tmp_path, capfd, name, folder):
+    (tmp_path / "run").mkdir()
+    place = tmp_path / "run" / name
+    place.mkdir() if folder else place.touch()
+    assert main(overrides(tmp_path, model)) == 2
+    assert f"{place} is in the way; give another folder" in capfd.readouterr().err
+    place.rmdir() if folder else place.unlink()
+    place.symlink_to(tmp_path)
+    assert main(overrides(tmp_path, model)) == 2
+    assert re.search("(is in the way|is a link to .*, outside the folder)", capfd.readouterr().err)
+
+
+def test_a_row_of_another_type_is_told_before_anything_starts(model, tmp_path, capfd):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b", "seed": "many"}\n')
+    assert main(overrides(tmp_path, model, f"data.train_files={rows}", "data.train_batch_size=2")) == 2
+    assert "rows.jsonl:2: seed must be an integer, got 'many'" in capfd.readouterr().err
+
+
+def test_a_folder_name_with_nul_is_a_bad_configuration(model, tmp_path):
+    config = compose(overrides(tmp_path, model), CONFIG_NAME)
+    config["trainer"]["default_local_dir"] = "a\0b"
+    with pytest.raises(ConfigError, match=r"default_local_dir='a\\x00b' holds a character that no file name can have"):
+        TrainingJob.prepare(config)
+
+
+def test_a_configuration_that_is_nested_without_end_is_a_bad_one(model, tmp_path):
+    config = compose(overrides(tmp_path, model), CONFIG_NAME)
+    nested: object = 1
+    for _ in range(5000):
+        nested = [nested]
+    config["reward"]["scorers"]["mine"] = {"type": "function", "path": "a.py", "reward_kwargs": {"deep": nested}}
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.mine\.reward_kwargs\.deep\.0.* nested more than 64 deep"):
+        TrainingJob.prepare(config)

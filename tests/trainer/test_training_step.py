@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from tests.docs.pages import DOCS
 from tests.trainer.samples import scored
@@ -23,9 +24,14 @@ from verl_omni.trainer.diffusion.errors import MAX_SKIPPED, TrainingError
 from verl_omni.trainer.diffusion.job import TrainingJob
 from verl_omni.trainer.diffusion.trainer import DiffusionTrainer
 from verl_omni.trainer.main_diffusion import CONFIG_NAME
+from verl_omni.trainer.prometheus import PREFIX, NoMetrics, PrometheusMetrics
+from verl_omni.workers.rollout.replicas import Recovery
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
 verl = pytest.importorskip("verl")
+
+
+STATS = RolloutStats(waves=3)
 
 
 class Replicas:
@@ -44,10 +50,13 @@ class Replicas:
                 yield replace(scored(request.request_id).sample, policy_version=self._version)
 
     async def stats(self, *, reset: bool) -> RolloutStats:
-        return RolloutStats()
+        return STATS
 
     async def sync(self, kind: str, version: int, *state: Any) -> None:
         self._version = version
+
+    def recovery(self, *, reset: bool) -> Recovery:
+        return Recovery(servers_restarted=int(reset), requests_retried=3)
 
     async def sleep(self) -> None: ...
 
@@ -104,14 +113,16 @@ def gap(log_probs: torch.Tensor) -> torch.Tensor:
     return 1e-3 * torch.sigmoid(log_probs)
 
 
-def train(tmp_path: Path, actors: Actors, replicas: Replicas, *changes: str) -> dict[int, dict[str, float]]:
+def train(
+    tmp_path: Path, actors: Actors, replicas: Replicas, *changes: str, figures: NoMetrics | None = None
+) -> dict[int, dict[str, float]]:
     """Metrics by step; those logged before an error are in its ``logged``."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "model_index.json").write_text('{"_class_name": "QwenImagePipeline"}')
     job = TrainingJob.prepare(compose(overrides(tmp_path, model, "trainer.save_freq=-1", *changes), CONFIG_NAME))
     log = Log()
-    trainer = DiffusionTrainer(job, SimpleNamespace(actors=actors, replicas=replicas), Rewards(), log)
+    trainer = DiffusionTrainer(job, SimpleNamespace(actors=actors, replicas=replicas), Rewards(), log, figures)
     try:
         asyncio.run(trainer.fit())
     except TrainingError as error:
@@ -148,6 +159,22 @@ def test_log_probs_and_update_get_one_batch_and_filling_counts_nowhere(tmp_path)
     assert metrics["advantage/abs_mean"] == pytest.approx(expected.abs().mean().item())
     assert metrics["rollout/logp_gap_mean"] == pytest.approx(gap(recorded[kept]).mean().item(), rel=1e-3)
     assert metrics["rollout/failed"] == 1
+    assert (metrics["rollout/servers_restarted"], metrics["rollout/requests_retried"]) == (1, 3)
+
+
+def test_prometheus_is_told_of_each_step(tmp_path):
+    registry = CollectorRegistry()
+    figures = PrometheusMetrics(registry)
+    logged = train(tmp_path, Actors(), Replicas(failing=[5]), "trainer.total_training_steps=2", figures=figures)
+
+    def figure(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(PREFIX + name, labels)
+
+    outcomes = {name: figure("requests_total", outcome=name) for name in ("success", "error", "retried")}
+    assert outcomes == {"success": 2 * 15, "error": 2 * 1, "retried": 2 * 3}
+    assert figure("training_step_seconds_count") == len(logged)
+    assert figure("waves_total") == 2 * STATS.waves
+    assert figure("policy_version") == 1
 
 
 def test_recorded_log_probs_are_taken_as_they_are_if_asked_for(tmp_path):

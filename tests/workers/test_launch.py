@@ -2,16 +2,26 @@
 
 import importlib.util
 import logging
+import multiprocessing
 import os
+import signal
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch.distributed as dist
 
-from verl_omni.workers.config import ConfigError
-from verl_omni.workers.rollout.launch import _REQUEST_ERRORS, drop_request_errors, engine_arguments, own_rendezvous
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.rollout.launch import (
+    _REQUEST_ERRORS,
+    drop_request_errors,
+    engine_arguments,
+    launch,
+    own_rendezvous,
+)
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 
 PLAN = RolloutPlan(
@@ -142,6 +152,36 @@ def test_the_installed_engine_says_it_in_these_words(name, message):
     root = Path(importlib.util.find_spec("vllm_omni").submodule_search_locations[0])
     source = root.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
     assert f'"{message}"' in source
+
+
+def test_the_ports_of_engines_that_start_at_once_are_their_own():
+    with ExitStack() as starting:
+        ports = [(starting.enter_context(own_rendezvous()), os.environ["MASTER_PORT"])[1] for _ in range(4)]
+        stores = [dist.TCPStore("localhost", int(port), world_size=1, is_master=True) for port in ports]
+        assert len({store.port for store in stores}) == 4
+
+
+class Hangs:
+    """An engine whose worker never says that it is ready."""
+
+    def __init__(self, *, model, init_timeout, **options):
+        self.workers.append(multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True))
+        self.workers[0].start()
+        raise TimeoutError(f"Orchestrator did not become ready within {init_timeout}s")
+
+    workers: ClassVar[list[multiprocessing.Process]] = []
+
+
+def test_a_start_that_hangs_ends_with_its_processes(monkeypatch):
+    monkeypatch.setattr("verl_omni.workers.rollout.launch.import_engine", lambda: Hangs)
+    with pytest.raises(TimeoutError, match=r"not up after 90 s, it was loading a/b; raise .*rollout\.start_timeout_s"):
+        launch("a/b", arguments("mp", init_timeout=90))
+    assert Hangs.workers[0].exitcode == -signal.SIGKILL
+
+
+def test_a_start_has_as_long_as_the_configuration_says():
+    assert arguments()["init_timeout"] == DiffusionRolloutConfig.start_timeout_s
+    assert arguments(init_timeout=90)["init_timeout"] == 90
 
 
 def test_the_port_of_a_starting_engine_is_its_own(monkeypatch):

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -16,16 +18,18 @@ from safetensors.torch import load_file
 
 from tests.workers.engines import BATCHED, CAP, FORWARDS, LONG, Kind, collect, same
 from tests.workers.policies import write_lora
+from tests.workers.processes import engine_worker, runs, server_process
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import ConfigError
-from verl_omni.workers.rollout.handle import Placement, ServerDied
-from verl_omni.workers.rollout.replicas import RolloutReplicas
+from verl_omni.workers.rollout.handle import Placement
+from verl_omni.workers.rollout.replicas import Recovery, RolloutReplicas
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.server import ServerSettings
 from verl_omni.workers.rollout.wire import pack
 
 pytestmark = pytest.mark.engine
 
+FIRST, SECOND = (f"vllm_omni_server_{i}_0" for i in range(2))
 KIND = next(kind for kind in BATCHED if kind.family == "sd3")
 Groups = Sequence[Sequence[RolloutRequest]]
 Results = dict[str, RolloutSample | RolloutError]
@@ -43,6 +47,7 @@ def settings(tiny_sd3) -> ServerSettings:
         plan=KIND.plan,
         adapter="tests.workers.telling_adapters.TellingSD3",
         dtype="float32",
+        engine_kwargs={"distributed_executor_backend": "mp"},
     )
 
 
@@ -264,31 +269,45 @@ def test_a_policy_that_is_refused_leaves_the_old_one_and_says_so(
         assert torch.equal(sample.trajectory_latents, still[name].trajectory_latents)
 
 
-def test_a_dead_server_takes_its_own_requests_only(replicas, run, groups, alone, progress):
-    import ray
-
-    mine, others = [KIND.ask(f"stays {i}", **LONG) for i in range(3)], [KIND.ask("dies", **LONG)]
+def test_killed_servers_are_replaced_and_nothing_is_lost(replicas, run, checkpoints, progress, caplog):
+    weights = {f"transformer.{name}": tensor * 1.1 for name, tensor in checkpoints["sd3"].items()}
+    stays, dies = [KIND.ask(f"stays {i}", **LONG) for i in range(3)], [KIND.ask("dies", **LONG)]
 
     async def scenario():
-        task = await progress.under_way(gather(replicas, [mine, others]), 1)
-        ray.kill(ray.get_actor("vllm_omni_server_1_0"))
-        results = await task
-        survivor = await gather(replicas, groups), await replicas.policy_versions(), await replicas.alive()
-        await ray.get_actor("vllm_omni_server_0_0").close.remote()
-        ended = await gather(replicas, groups)
-        assert {str(error.message) for error in ended.values()} == {"the engine is closed; start another"}
-        for call in (replicas.stats(), gather(replicas, groups)):
-            with pytest.raises(ServerDied, match="died"):
-                await call
-        return results, *survivor
+        await replicas.sync("weights", 58, weights)  # beside the LoRA
+        undisturbed = await gather(replicas, [stays, dies])
+        task = await progress.under_way(gather(replicas, [stays, dies]), 1)
+        processes = {name: server_process(name) for name in (FIRST, SECOND)}
+        workers = {name: engine_worker(pid) for name, pid in processes.items()}
+        os.kill(workers[SECOND], signal.SIGKILL)
+        one_left = await task, replicas.recovery(reset=True)
+        task = await progress.under_way(gather(replicas, [stays]), 3)
+        os.kill(processes[FIRST], signal.SIGKILL)
+        none_left = await task, replicas.recovery()
+        await replicas.sleep()  # waits for fresh servers
+        await replicas.wake_up()
+        killed = [*processes.values(), *workers.values()]
+        after = await gather(replicas, [stays, dies])
+        return undisturbed, one_left, none_left, after, killed, await replicas.policy_versions()
 
-    results, survivor, versions, alive = run(scenario())
-    died = results.pop("dies")
-    assert isinstance(died, RolloutError) and "vllm_omni_server_1_0 died" in died.message
-    assert all(isinstance(sample, RolloutSample) for sample in results.values())
-    assert all_same(survivor, alone[1])
-    assert versions == {"vllm_omni_server_0_0": 57}
-    assert alive == {"vllm_omni_server_0_0": True, "vllm_omni_server_1_0": False}
+    replicas.recovery(reset=True)
+    undisturbed, (results, recovery), (again, later), after, killed, versions = run(scenario())
+    assert all_same(results, undisturbed) and all_same(after, undisturbed)
+    assert recovery == Recovery(requests_retried=1)
+    assert len(again) == later.requests_retried == 3
+    assert all(same(again[name], undisturbed[name]) for name in again)
+    assert {sample.policy_version for sample in (*results.values(), *again.values())} == {58}
+    assert versions == {FIRST: 58, SECOND: 58}
+    assert replicas.recovery().servers_restarted == 2
+    assert not any(map(runs, killed))
+    died = [message for message in caplog.messages if "died: " in message]
+    assert [message.split()[0] for message in died] == [SECOND, FIRST]
+    assert "requests run again: 1; a fresh server takes its place" in died[0]
+    assert "its worker process has died" in died[1] and "common causes" not in died[1]
+    assert len([message for message in caplog.messages if "serves again" in message]) == 2
+
+
+def test_closed_servers_say_so(replicas, run):
     run(replicas.close())
     with pytest.raises(RolloutError, match="closed"):
         run(replicas.sleep())

@@ -37,6 +37,9 @@ def test_a_dropped_server_gets_nothing_and_may_still_finish():
     spread.drop(0)
     spread.finish(0, 3)
     assert spread.load == {1: 3} and spread.deal([1, 1]) == {1: [0, 1]}
+    spread.join(0)
+    assert spread.deal([1, 1]) == {0: [0, 1]}
+    spread.drop(0)
     spread.drop(1)
     with pytest.raises(ValueError, match="no server is left"):
         spread.deal([1])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.engines import SERIAL
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS
-from verl_omni.workers.rollout.handle import ServerDied
+from verl_omni.workers.rollout.handle import Placement, ServerDied, ServerHandle
 from verl_omni.workers.rollout.replicas import RolloutReplicas
 from verl_omni.workers.rollout.request import RolloutError
 from verl_omni.workers.rollout.server import RolloutServer, ServerSettings
@@ -82,10 +82,11 @@ def test_a_file_of_weights_is_staged_as_it_is_and_stays(tmp_path):
     assert {name: tensor.tolist() for name, tensor in file} == {name: t.tolist() for name, t in weights.items()}
 
 
-class Server:
-    """What :class:`RolloutReplicas` sees of a server. It does to a call what `fate` says, else answers its name."""
+class Server(ServerHandle):
+    """A server without a process. It does to a call what `fate` says, else answers its name."""
 
-    def __init__(self, calls, name, node, fate):
+    def __init__(self, calls, place, name, node, fate):
+        super().__init__(place, Placement(), None)
         self.name, self.node = name, node
         self._calls, self._fate = calls, fate
 
@@ -99,11 +100,23 @@ class Server:
         pass
 
 
-def sync_weights(**fates):
+@pytest.fixture
+def sync_weights(monkeypatch):
+    return lambda **fates: _sync_weights(monkeypatch, fates)
+
+
+def _sync_weights(monkeypatch, fates):
     """Calls of a sync of weights to servers a and b of one node and c of another, and the error that it ended with."""
     calls = []
     nodes = {"a": "first", "b": "first", "c": "second"}
-    replicas = RolloutReplicas([Server(calls, name, node, fates.get(name, {})) for name, node in nodes.items()])
+
+    def create(settings, place, placement, environment):
+        name, node = list(nodes.items())[place]
+        return Server(calls, place, name, node, fates.get(name, {}))
+
+    monkeypatch.setattr(ServerHandle, "create", create)
+    no_limits = {"start_timeout_s": 60, "result_timeout_s": None, "sync_timeout_s": None}
+    replicas = RolloutReplicas(None, [Placement()] * 3, {}, **no_limits)
     try:
         asyncio.run(replicas.sync("weights", 7, ["reference"]))
     except RolloutError as error:
@@ -111,7 +124,7 @@ def sync_weights(**fates):
     return calls, None
 
 
-def test_weights_are_written_once_a_node_and_read_by_all_its_servers():
+def test_weights_are_written_once_a_node_and_read_by_all_its_servers(sync_weights):
     files = {"first": "/a", "second": "/c"}
     calls, error = sync_weights()
     assert calls[:2] == [("stage_weights", name, ["reference"]) for name in "ac"]
@@ -120,7 +133,7 @@ def test_weights_are_written_once_a_node_and_read_by_all_its_servers():
     assert error is None
 
 
-def test_another_server_of_the_node_writes_if_the_first_dies():
+def test_another_server_of_the_node_writes_if_the_first_dies(sync_weights):
     calls, error = sync_weights(a={"stage_weights": ServerDied(None, "a died")})
     assert [name for method, name, *_ in calls if method == "stage_weights"] == ["a", "c", "b"]
     files = {"second": "/c", "first": "/b"}
@@ -129,7 +142,7 @@ def test_another_server_of_the_node_writes_if_the_first_dies():
 
 
 @pytest.mark.parametrize("method", ["stage_weights", "set_weights"])
-def test_a_sync_that_fails_leaves_no_file_and_no_server_half_told(method):
+def test_a_sync_that_fails_leaves_no_file_and_no_server_half_told(sync_weights, method):
     calls, error = sync_weights(c={method: RolloutError(None, "no room"), "drop_weights": RolloutError(None, "late")})
     assert error is not None and "policy 7 was not taken" in str(error) and "no room" in str(error)
     told = [name for called, name, *_ in calls if called == "set_weights"]

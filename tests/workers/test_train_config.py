@@ -131,6 +131,13 @@ def test_engines_and_their_devices():
     assert config.start_timeout_s == 90.0
     with pytest.raises(ConfigError, match=r"rollout\.start_timeout_s=0 must be a finite number above 0"):
         DiffusionRolloutConfig(start_timeout_s=0)
+    patient = DiffusionRolloutConfig(result_timeout_s="60", sync_timeout_s=None)
+    assert (patient.result_timeout_s, patient.sync_timeout_s) == (60.0, None)
+    for key in ("result_timeout_s", "sync_timeout_s"):
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.{key}=0 must be a finite number above 0, or null for no limit"
+        ):
+            DiffusionRolloutConfig(**{key: 0})
     for key in ("replicas", "gpus_per_replica"):
         with pytest.raises(ConfigError, match=rf"rollout\.{key}=0 must be an integer of at least 1"):
             DiffusionRolloutConfig(**{key: 0})

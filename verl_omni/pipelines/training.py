@@ -113,11 +113,13 @@ class DiffusionModelBase(ModelRules, Registry):
     # ---- what comes with it
 
     def load_transformer(self, dtype: torch.dtype) -> nn.Module:
-        """The checkpoint's transformer, its weights in `dtype` on the host."""
+        """The checkpoint's transformer, in `dtype` on the host. Raises OSError if its weights are no safetensors."""
         import diffusers
 
         cls = getattr(diffusers, self.transformer_class)
-        transformer: nn.Module = cls.from_pretrained(self.path, subfolder="transformer", torch_dtype=dtype)
+        transformer: nn.Module = cls.from_pretrained(
+            self.path, subfolder="transformer", torch_dtype=dtype, use_safetensors=True
+        )
         return transformer
 
     def score_step(

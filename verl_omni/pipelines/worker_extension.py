@@ -53,6 +53,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def __init__(self, *, rank: int, od_config: OmniDiffusionConfig, **further: Any) -> None:
         assert od_config.master_port is not None  # the engine has chosen it
+        current_omni_platform.set_device(current_omni_platform.get_torch_device(rank))  # first, as in the engine
         join_on_loopback(
             rank=rank,
             world_size=od_config.num_gpus,

@@ -1,4 +1,7 @@
-"""POSTs JSON and reads JSON, with a limit on everything: time, attempts, requests at a time, bytes of a reply."""
+"""POSTs JSON and reads JSON, with a limit on everything: time, attempts, requests at a time, bytes of a reply.
+
+Redirects are not followed, as they would take the image and the key elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import os
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from verl_omni.reward_loop.item import ScoreError
+from verl_omni.utils.secrets import HIDDEN
 from verl_omni.workers.config.scorers import EndpointConfig
 
 if TYPE_CHECKING:
@@ -21,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 MAX_WAIT_S = 60.0
 """Longest wait between two attempts."""
+JSON_TYPES = ("application/json", "text/json", "text/plain", "application/octet-stream")
+"""Content types of a reply that is read, beside those that end in +json; the last stands for none, and simple servers
+send the third."""
 SHOWN_REPLY = 200
 """Characters of a reply that an error shows."""
 
@@ -37,6 +44,9 @@ class Endpoint:
         self._shown_url = urlsplit(url)._replace(query="", fragment="").geturl()  # a query may hold a secret
         self._config = config
         self._secret = os.environ.get(config.api_key_env, "").strip() if config.api_key_env else ""
+        in_query = {value for _, value in parse_qsl(urlsplit(url).query)}
+        secrets = {self._secret} | in_query | {quote(value, safe="") for value in in_query}
+        self._hidden = sorted(secrets - {""}, key=len, reverse=True)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -71,12 +81,17 @@ class Endpoint:
         try:
             async with session.post(self._url, data=body, allow_redirects=False) as response:
                 content = await self._read(response)
-                status = response.status
+                status, kind = response.status, response.content_type
         except TimeoutError as error:
             raise _PassingError(f"no reply within timeout_s={self._config.timeout_s:g}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _PassingError(self._told(f"{type(error).__name__}: {error}")) from error
         if 200 <= status < 300:
+            if kind not in JSON_TYPES and not kind.endswith("+json"):
+                raise ScoreError(
+                    f"POST {self._shown_url} gave a reply of type {kind:.80}; it must be JSON, with the header "
+                    "Content-Type: application/json"
+                )
             try:
                 return json.loads(content)
             except (ValueError, RecursionError) as error:
@@ -100,19 +115,21 @@ class Endpoint:
     def _open(self) -> aiohttp.ClientSession:
         import aiohttp
 
-        headers = {"Content-Type": "application/json"}
+        # a compressed reply can be small on its way and fill the memory here
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self._secret:
             headers["Authorization"] = f"Bearer {self._secret}"
         return aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
             connector=aiohttp.TCPConnector(limit=0),  # the semaphore is the limit
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     def _told(self, text: str) -> str:
-        """`text`, short, and without the key, should the other side repeat it."""
-        if self._secret:
-            text = text.replace(self._secret, "***")
+        """`text`, short, and without the key and what the address holds, should the other side repeat it."""
+        for secret in self._hidden:
+            text = text.replace(secret, HIDDEN)
         return text if len(text) <= SHOWN_REPLY else f"{text[:SHOWN_REPLY]}…"
 
 

@@ -47,11 +47,18 @@ class RewardItem:
 
         return Image.fromarray(self.image.permute(1, 2, 0).cpu().numpy())
 
-    def png(self) -> bytes:
-        """The image as PNG, lossless."""
+    def png(self, max_bytes: int | None = None) -> bytes:
+        """The image as PNG, lossless. Raises :class:`ScoreError` if that is more than `max_bytes`."""
         file = io.BytesIO()
         self.pil_image().save(file, "PNG", compress_level=1)
-        return file.getvalue()
+        content = file.getvalue()
+        if max_bytes is not None and len(content) > max_bytes:
+            _, height, width = self.image.shape
+            raise ScoreError(
+                f"the image of {width}×{height} pixels has {len(content)} bytes as a PNG, more than "
+                f"max_image_bytes={max_bytes}, and was not sent"
+            )
+        return content
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable
 from typing import Any
 
 from verl_omni.reward_loop.function import FunctionScorer
@@ -18,7 +18,9 @@ from verl_omni.reward_loop.pixels import (
     JpegCompressibilityScorer,
     JpegIncompressibilityScorer,
 )
+from verl_omni.reward_loop.threads import HangingError, Threads
 from verl_omni.reward_loop.vlm import VlmScorer
+from verl_omni.utils.secrets import scrubbed
 from verl_omni.workers.config.reward import RewardConfig
 
 SCORERS: dict[str, Any] = {
@@ -41,7 +43,8 @@ class RewardManager:
         named = config.named_scorers()
         self._weights = {name: scorer.weight for name, scorer in named.items()}
         self._scorers: dict[str, Scorer] = {name: SCORERS[scorer.TYPE](scorer) for name, scorer in named.items()}
-        self._threads = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
+        self._threads = Threads(config.num_workers)
+        self._timeout_s = config.timeout_s
 
     async def score(self, item: RewardItem) -> RewardResult:
         """The weighted sum of all scores of `item`, whose scorers run side by side.
@@ -65,7 +68,7 @@ class RewardManager:
 
     async def close(self) -> None:
         """Close connections and threads. Scores that have not begun are given up; running ones are not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         for scorer in self._scorers.values():
             await scorer.close()
 
@@ -81,10 +84,20 @@ class RewardManager:
             if inspect.iscoroutinefunction(score):
                 result = await score(item)
             else:
-                result = await asyncio.get_running_loop().run_in_executor(self._threads, score, item)
+                result = await self._threads.run(lambda: score(item), self._timeout_s)
                 if inspect.isawaitable(result):
-                    result = await result
+                    result = await self._awaited(result)
             return read_score(result)
         except (Exception, SystemExit) as error:  # of a function that takes itself for a script
-            kind = "" if isinstance(error, ScoreError) else f"{type(error).__name__}: "
-            raise RewardError(name, item.request_id, f"{kind}{error}") from error
+            kind = "" if isinstance(error, (ScoreError, HangingError)) else f"{type(error).__name__}: "
+            raise RewardError(name, item.request_id, scrubbed(f"{kind}{error}")) from error
+
+    async def _awaited(self, result: Awaitable[Any]) -> Any:
+        """The value of `result`. Raises :class:`HangingError` if it takes too long; it is cancelled then."""
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await result
+        except TimeoutError as error:
+            if not limit.expired():  # the function's own
+                raise
+            raise HangingError(f"no score within reward.timeout_s={self._timeout_s:g}") from error

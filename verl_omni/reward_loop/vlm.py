@@ -33,7 +33,8 @@ class VlmScorer:
         await self._endpoint.close()
 
     def _body(self, question: str, item: RewardItem) -> dict[str, Any]:
-        image = f"data:image/png;base64,{base64.b64encode(item.png()).decode()}"
+        png = item.png(self._config.max_image_bytes)
+        image = f"data:image/png;base64,{base64.b64encode(png).decode()}"
         content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": question}]
         return {
             "model": self._config.model,

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from verl_omni.trainer.compose import compose
 from verl_omni.trainer.diffusion.errors import TrainingError
-from verl_omni.utils.console import own_stderr
+from verl_omni.utils.console import log_to_stderr
+from verl_omni.utils.secrets import scrubbed
 from verl_omni.workers.config import ConfigError
 
 CONFIG_NAME = "diffusion_trainer"
@@ -25,9 +26,8 @@ CONFIG_NAME = "diffusion_trainer"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (None: those of the command line); returns the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=own_stderr())
+    log_to_stderr()
     log = logging.getLogger("verl_omni")
-    log.setLevel(logging.INFO)
     try:
         config = compose(sys.argv[1:] if argv is None else argv, CONFIG_NAME, program="main_diffusion")
         if config is None:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         asyncio.run(TrainingJob.prepare(config).run())
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(scrubbed(f"config error: {error}"), file=sys.stderr)
         return 2
     except TrainingError as error:
         log.error("%s", error)

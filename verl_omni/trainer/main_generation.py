@@ -11,22 +11,21 @@ and can be merged into it, the running engine tells.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from verl_omni.trainer.compose import compose as compose_config
-from verl_omni.utils.console import own_stderr
+from verl_omni.utils.console import log_to_stderr
+from verl_omni.utils.secrets import scrubbed
 from verl_omni.workers.config import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (None: those of the command line); returns the exit status."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")  # hundreds of lines would bury ours and the progress bar
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=own_stderr())
-    logging.getLogger("verl_omni").setLevel(logging.INFO)
+    log_to_stderr()
     try:
         config = compose(sys.argv[1:] if argv is None else argv)
         if config is None:
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return 0 if asyncio.run(GenerationJob.prepare(config).run()) else 1
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
+        print(scrubbed(f"config error: {error}"), file=sys.stderr)
         return 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -47,7 +48,7 @@ class PromptRow:
 def read_prompts(
     files: Sequence[str | Path], max_samples: int | None = None, *, key: str = "data.val_files"
 ) -> list[PromptRow]:
-    """The rows of all files, in order, `max_samples` at most. Keys are checked, values for requests are not.
+    """The rows of all files, in order, `max_samples` at most. Keys are checked; :func:`check_values` is for values.
 
     ``.txt``: a prompt a line, blank lines skipped. ``.jsonl``: an object a line, of `ROW_KEYS` and `REWARD_KEYS`.
     ``.parquet``: verl's schema, with chat messages in ``prompt`` and the ground truth in ``reward_model``; columns that
@@ -69,6 +70,43 @@ def read_prompts(
     return rows[:max_samples]
 
 
+def check_values(rows: Sequence[PromptRow]) -> None:
+    """Raise :class:`ConfigError`, with file and row, for a value of another type than its key takes.
+
+    Whether the value can be served, only the model's adapter knows.
+    """
+    for row in rows:
+        for key, value in row.values.items():
+            accepts, what = _TYPES[_KINDS[key]]
+            if value is not None and not accepts(value):
+                shown = f"{value!r}"
+                raise ConfigError(f"{row.source}: {key} must be {what}, got {shown[:60]}; correct it or leave it out")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _are_integers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_integer, value))
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "int": (_is_integer, "an integer"),
+    "float": (_is_number, "a finite number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "TokenIds": (_are_integers, "a list of integers"),
+    "tuple[int, int]": (lambda value: _are_integers(value) and len(value) == 2, "two integers [lo, hi]"),
+}
+"""Type of a request's field → what of JSON it may be, in code and in words."""
+_KINDS = {item.name: str(item.type).removesuffix(" | None") for item in fields(RolloutRequest)}
+
+
 def _read_txt(file: Path) -> Iterator[PromptRow]:
     for source, line in _lines(file):
         yield PromptRow(values={"prompt": line}, source=source)
@@ -78,7 +116,7 @@ def _read_jsonl(file: Path) -> Iterator[PromptRow]:
     for source, line in _lines(file):
         try:
             values = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: no valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f'{source}: must be an object such as {{"prompt": "…", "seed": 1}}, got {line[:60]}')

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from typing import TextIO
+
+from verl_omni.utils.secrets import ScrubbingFormatter
+
+
+def log_to_stderr() -> None:
+    """What an entry point's process logs, on standard error, without secrets: ours from INFO, others' from WARNING."""
+    handler = logging.StreamHandler(own_stderr())
+    handler.setFormatter(ScrubbingFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("verl_omni").setLevel(logging.INFO)
 
 
 def own_stdout() -> TextIO:

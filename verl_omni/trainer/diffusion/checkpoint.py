@@ -11,10 +11,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig
 from verl_omni.workers.config.lora import LORA_CONFIG
@@ -22,6 +23,8 @@ from verl_omni.workers.config.lora import LORA_CONFIG
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONFIG = "config.json"
+"""In a checkpoint's folder: the settings of the run that made it."""
 _FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -54,8 +57,14 @@ class Checkpoint:
         config = self.lora / LORA_CONFIG
         made = {"lora_rank": 0}
         if config.is_file():
-            adapter = json.loads(config.read_text(encoding="utf-8"))
-            made = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+            try:
+                adapter = json.loads(config.read_text(encoding="utf-8"))
+                made = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"]}
+            except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+                raise ConfigError(
+                    f"{config} cannot be read: {error!r}; write trainer.resume_mode=… with the folder of another "
+                    "checkpoint, or disable to start anew"
+                ) from error
         if any(getattr(model, key) != value for key, value in made.items()):
             instead = " ".join(f"{model.KEY}.{key}={value}" for key, value in made.items())
             raise ConfigError(
@@ -65,11 +74,15 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints below `root`, of which the newest `keep` stay (None: all)."""
+    """The checkpoints below `root`, of which the newest `keep` stay (None: all).
 
-    def __init__(self, root: str | Path, *, keep: int | None = None) -> None:
+    `config`, plain data, is written into those that are made.
+    """
+
+    def __init__(self, root: str | Path, *, keep: int | None = None, config: Mapping[str, Any] | None = None) -> None:
         self._root = Path(root).absolute()  # workers on the same machine have other working directories
         self._keep = keep
+        self._config = config
 
     def at(self, step: int) -> Checkpoint:
         """The place of the checkpoint of `step`."""
@@ -121,8 +134,12 @@ class Checkpoints:
         """A folder to fill; it becomes the checkpoint of `step` when the block ends without an error."""
         done = self.at(step)
         part = Checkpoint(step=step, folder=done.folder.with_name(f"{done.folder.name}.part"))
+        if part.folder.is_symlink():
+            part.folder.unlink()
         shutil.rmtree(part.folder, ignore_errors=True)
         part.folder.mkdir(parents=True)
+        if self._config is not None:
+            (part.folder / CONFIG).write_text(json.dumps(self._config, indent=1) + "\n", encoding="utf-8")
         yield part
         before = _before(done)
         shutil.rmtree(before, ignore_errors=True)

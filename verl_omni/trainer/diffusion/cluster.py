@@ -6,15 +6,21 @@ import asyncio
 import logging
 import os
 import re
+import secrets
+import socket
+import tempfile
 import warnings
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.platforms import verl_cpu_environment
 from verl_omni.trainer.diffusion.capacity import needs
 from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.trainer.diffusion.ray_join import check_answers
+from verl_omni.utils.secrets import is_secret_variable
 from verl_omni.workers.config import ConfigError
 
 if TYPE_CHECKING:
@@ -25,14 +31,24 @@ if TYPE_CHECKING:
     from verl_omni.workers.rollout.replicas import Placement, RolloutReplicas
 
 _PASSED_ON = ("HF_", "VERL_", "VLLM_", "DIFFUSION_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_", "TORCH_", "RAY_AUTH_MODE")
-"""How the environment variables begin that the processes of a run get from this one."""
+"""How the environment variables begin that the processes of a run get from this one.
+
+Ray writes what it passes on into its logs, so tokens are not among it. Processes of a Ray that this one starts inherit
+them; on other clusters they are to be set where Ray is started.
+"""
 
 _CHATTY = ("verl.workers.engine", "torch.distributed.fsdp._fully_shard._fsdp_state", "peft.mapping_func")
 """Modules that warn in every process of every run: of engines that are not installed, of what we don't do."""
 
 
-def prepare_process(device: str) -> None:
-    """Set what Ray, verl and vLLM read when they are imported or started; call before that."""
+def prepare_process(device: str, *, own_ray: bool = False) -> None:
+    """Set what Ray, verl and vLLM read when they are imported or started; call before that.
+
+    Ray listens at all addresses of the machine, which can't be changed: with `own_ray`, a Ray that this process starts
+    answers only to those that have its token, which are the processes it starts.
+    """
+    if own_ray and not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token into the home folder
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -69,9 +85,10 @@ class Cluster:
         owns_ray = _start_ray(job)
         pool = _resource_pool(job)
         replicas: RolloutReplicas | None = None
+        meeting = Path(tempfile.gettempdir()) / f"verl_omni_{secrets.token_hex(16)}"
         try:
             _check_room(job)
-            actors = await asyncio.to_thread(_start_actors, job, pool)
+            actors = await asyncio.to_thread(_start_actors, job, pool, meeting)
             if job.colocated and job.device != "cpu":  # one after the other: a device may not hold both while they load
                 await asyncio.to_thread(_load, actors)
                 await asyncio.to_thread(actors.offload)
@@ -86,6 +103,7 @@ class Cluster:
                 ray.util.remove_placement_group(group)  # ends the workers in it
             if owns_ray:
                 ray.shutdown()
+            meeting.unlink(missing_ok=True)
 
 
 async def _load_side_by_side(actors: RayWorkerGroup, starting: Coroutine[Any, Any, RolloutReplicas]) -> RolloutReplicas:
@@ -142,6 +160,7 @@ def _start_ray(job: TrainingJob) -> bool:
             needed = needs(job.settings, job.device)[-1].total
             options.setdefault("num_cpus", max(os.cpu_count() or 1, needed))
     try:
+        check_answers(options["address"])
         ray.init(**{"logging_level": logging.WARNING, **options})
     except ConnectionError as error:
         raise ConfigError(
@@ -161,7 +180,8 @@ def _check_room(job: TrainingJob) -> None:
 
 def _environment() -> dict[str, str]:
     quiet = {"TQDM_DISABLE": "1"}  # bars of other processes would tear up the console
-    return quiet | {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    passed = (name for name in os.environ if name.startswith(_PASSED_ON) and not is_secret_variable(name))
+    return quiet | {name: os.environ[name] for name in passed}
 
 
 def _resource_pool(job: TrainingJob) -> RayResourcePool:
@@ -175,7 +195,18 @@ def _resource_pool(job: TrainingJob) -> RayResourcePool:
     )
 
 
-def _start_actors(job: TrainingJob, pool: RayResourcePool) -> RayWorkerGroup:
+def _rendezvous(trainer: TrainerConfig, meeting: Path) -> dict[str, str]:
+    """How the training workers find each other: through the file `meeting` if they are all on this machine.
+
+    Else, as they would by themselves, through a port of the first one, which listens at all its addresses.
+    """
+    if trainer.nnodes > 1 or ray_address(trainer) != "local":
+        return {}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in (name for _, name in socket.if_nameindex()) else {}
+    return {"DIST_INIT_METHOD": meeting.as_uri(), **loopback}
+
+
+def _start_actors(job: TrainingJob, pool: RayResourcePool, meeting: Path) -> RayWorkerGroup:
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
@@ -183,7 +214,10 @@ def _start_actors(job: TrainingJob, pool: RayResourcePool) -> RayWorkerGroup:
 
     arguments = RayClassWithInitArgs(ray.remote(DiffusionActorWorker), config=job.actor_config())
     return RayWorkerGroup(
-        resource_pool=pool, ray_cls_with_init=arguments, device_name=job.device, worker_env=_environment()
+        resource_pool=pool,
+        ray_cls_with_init=arguments,
+        device_name=job.device,
+        worker_env=_environment() | _rendezvous(job.settings.trainer, meeting),
     )
 
 
@@ -204,7 +238,12 @@ async def _start_replicas(job: TrainingJob, pool: RayResourcePool) -> RolloutRep
     )
     try:
         return await RolloutReplicas.start(
-            settings, _placements(job, pool), env_vars=_environment(), start_timeout_s=rollout.start_timeout_s
+            settings,
+            _placements(job, pool),
+            env_vars=_environment(),
+            start_timeout_s=rollout.start_timeout_s,
+            result_timeout_s=rollout.result_timeout_s,
+            sync_timeout_s=rollout.sync_timeout_s,
         )
     except TimeoutError as error:
         key = f"{rollout.KEY}.start_timeout_s={rollout.start_timeout_s:g}"

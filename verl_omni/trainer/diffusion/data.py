@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_omni.trainer.prompts import PromptRow, read_prompts
+from verl_omni.trainer.prompts import PromptRow, check_values, read_prompts
 from verl_omni.trainer.requests import make_requests
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 from verl_omni.workers.rollout.request import RolloutRequest
@@ -82,7 +82,7 @@ class TrainPrompts:
         prompts than a batch needs.
         """
         rows = read_prompts(data.train_files, data.train_max_samples, key="data.train_files")
-        _refuse(rows, _ONE_BATCH, "all samples of a training batch share it")
+        _check(rows, _ONE_BATCH, "all samples of a training batch share it")
         if len(rows) < data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} prompts of "
@@ -107,7 +107,7 @@ def read_validation_prompts(data: TrainDataConfig) -> list[PromptRow]:
     if data.val_files is None:
         return []
     rows = read_prompts(data.val_files, data.val_max_samples, key="data.val_files")
-    _refuse(rows, _ONE_IMAGE, "a reward needs one image of each sample")
+    _check(rows, _ONE_IMAGE, "a reward needs one image of each sample")
     return rows
 
 
@@ -180,10 +180,11 @@ def _groups(
     ]
 
 
-def _refuse(rows: Sequence[PromptRow], keys: Mapping[str, str | None], why: str) -> None:
-    """Raise :class:`ConfigError` if a row sets one of `keys`."""
+def _check(rows: Sequence[PromptRow], keys: Mapping[str, str | None], why: str) -> None:
+    """Raise :class:`ConfigError` if a row sets one of `keys`, or a value of another type than its key takes."""
     for row in rows:
         for key, instead in keys.items():
             if key in row.values:
                 instead = f"write {instead}=… for all" if instead else "leave it out"
                 raise ConfigError(f"{row.source}: {key} can't be set for one row, as {why}; {instead}")
+    check_values(rows)

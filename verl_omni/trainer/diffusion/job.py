@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.diffusion.capacity import needs
-from verl_omni.trainer.diffusion.checkpoint import Checkpoint, Checkpoints
+from verl_omni.trainer.diffusion.checkpoint import TRACKER, Checkpoint, Checkpoints
 from verl_omni.trainer.diffusion.checks import check_sharing
 from verl_omni.trainer.diffusion.cluster import Cluster, prepare_process, ray_address
 from verl_omni.trainer.diffusion.data import PromptGroup, TrainPrompts, read_validation_prompts, training_groups
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn, get_diffusion_loss_fn
 from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.trainer.diffusion.metrics_file import METRICS
 from verl_omni.trainer.diffusion.prompt_tokens import PromptTokenizer
+from verl_omni.trainer.diffusion.report import REPORT
+from verl_omni.trainer.diffusion.resume import check_continues, run_config
+from verl_omni.trainer.diffusion.run_log import RUN
 from verl_omni.trainer.diffusion.settings import TrainSettings
+from verl_omni.trainer.diffusion.trackers import TENSORBOARD, WANDB
+from verl_omni.trainer.diffusion.validation_grid import FOLDER as VALIDATION
 from verl_omni.trainer.folders import check_writable, locked
+from verl_omni.trainer.prometheus import served_metrics
 from verl_omni.trainer.prompts import PromptRow
 from verl_omni.trainer.rollout_setup import RolloutSetup, resolve_rollout
 from verl_omni.workers.config import ConfigError
@@ -31,6 +39,9 @@ if TYPE_CHECKING:
     from verl_omni.workers.config.reward import RewardConfig
 
 logger = logging.getLogger(__name__)
+
+FILES, FOLDERS = (RUN, METRICS, REPORT, TRACKER), (VALIDATION, TENSORBOARD, WANDB)
+"""What a run writes into its folder, beside its checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +77,14 @@ class TrainingJob:
         prompts, validation = TrainPrompts.read(settings.data), read_validation_prompts(settings.data)
         _check_targets(settings.reward, [*prompts.rows, *validation])
         resume = Checkpoints(trainer.default_local_dir).find(trainer.resume_mode)
+        key = f"trainer.default_local_dir={trainer.default_local_dir!r}"
+        check_writable(Path(trainer.default_local_dir).absolute(), key=key, files=FILES, folders=FOLDERS)
         if resume is not None:
-            resume.check_trains(model)
-        check_writable(
-            Path(trainer.default_local_dir).absolute(), key=f"trainer.default_local_dir={trainer.default_local_dir!r}"
-        )
+            check_continues(resume, settings)
         device = _device(trainer.device)
         check_sharing(settings, device)
         _check_gpus(settings, device)
-        prepare_process(device)
+        prepare_process(device, own_ray=ray_address(trainer) == "local")
         first = training_groups(prompts.batch_at(1), rollout, step=1, negative_prompt=settings.data.negative_prompt)
         requests = [request for group in first for request in group.requests]
         setup = resolve_rollout(model, rollout, requests, trained_lora_rank=model.lora_rank)
@@ -113,13 +123,16 @@ class TrainingJob:
         from verl_omni.workers.rollout.handle import ServerDied
 
         trainer = self.settings.trainer
-        async with RewardManager(self.settings.reward) as rewards, Cluster.running(self) as cluster:
+        async with AsyncExitStack() as stack:
+            figures = stack.enter_context(served_metrics(self.settings.actor_rollout_ref.rollout))
+            rewards = await stack.enter_async_context(RewardManager(self.settings.reward))
+            cluster = await stack.enter_async_context(Cluster.running(self))
             log = RunLog(
                 trainer.default_local_dir,
                 project_name=trainer.project_name,
                 experiment_name=trainer.experiment_name,
                 logger=trainer.logger,
-                config=asdict(self.settings),
+                config=run_config(self.settings),
                 total_steps=self.total_steps,
                 resume_step=None if self.resume is None else self.resume.step,
             )
@@ -127,7 +140,7 @@ class TrainingJob:
             try:
                 if self.resume is None:
                     Checkpoints(trainer.default_local_dir).start_anew()
-                await DiffusionTrainer(self, cluster, rewards, log).fit()
+                await DiffusionTrainer(self, cluster, rewards, log, figures).fit()
                 status = "finished"
             except (RayActorError, ServerDied) as error:
                 raise TrainingError(

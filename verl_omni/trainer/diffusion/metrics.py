@@ -74,10 +74,18 @@ def log_prob_gap_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, sde_s
     return metrics
 
 
-def rollout_metrics(stats: RolloutStats, *, policy_version: int = 0, failed: int = 0) -> dict[str, float]:
+def rollout_metrics(
+    stats: RolloutStats,
+    *,
+    policy_version: int = 0,
+    failed: int = 0,
+    requests_retried: int = 0,
+    servers_restarted: int = 0,
+) -> dict[str, float]:
     """``rollout/…``: what the engines did, over all replicas and for this step only.
 
-    `policy_version` made the samples; `failed` requests gave none.
+    `policy_version` made the samples; `failed` requests gave none; `requests_retried` were run again, as their server
+    died, and `servers_restarted` fresh ones took the place of such.
     """
     forwards = sum(stats.batch_sizes.values())
     rows = sum(size * count for size, count in stats.batch_sizes.items())
@@ -92,6 +100,8 @@ def rollout_metrics(stats: RolloutStats, *, policy_version: int = 0, failed: int
         "rollout/compiled_graphs": float(stats.compiled_graphs),
         "rollout/out_of_memory": float(stats.out_of_memory),
         "rollout/failed": float(failed),
+        "rollout/requests_retried": float(requests_retried),
+        "rollout/servers_restarted": float(servers_restarted),
         "rollout/policy_version": float(policy_version),
     }
 

@@ -61,7 +61,7 @@ def read_metrics(folder: str | Path) -> list[Row]:
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-        except ValueError:  # the process was killed while it wrote
+        except (ValueError, RecursionError):  # the process was killed while it wrote
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.trainer.diffusion.metrics import STAGES
 from verl_omni.trainer.diffusion.metrics_file import MetricsFile
 from verl_omni.utils.console import own_stderr
+from verl_omni.utils.secrets import masked
 
 if TYPE_CHECKING:
     from verl_omni.trainer.generation.grid import Tile
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 CONSOLE = "console"
 RUN = "run.json"
-_SECRET = re.compile(r"(^|_)(api_?key|token|password|secret|authorization)$", re.IGNORECASE)
 
 
 class RunLog:
@@ -174,19 +173,6 @@ def step_line(step: int, total_steps: int | None, metrics: Mapping[str, float]) 
         times = [f"{name} {metrics[key]:.1f}" for name in STAGES if (key := f"time/{name}_s") in metrics]
         words.append(f"{metrics['time/step_s']:.1f} s" + (f" ({', '.join(times)})" if times else ""))
     return "  ".join(words)
-
-
-def masked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the nested `config` with the values of keys such as ``api_key`` or ``token`` hidden."""
-
-    def copy(key: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {str(name): copy(str(name), item) for name, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [copy(key, item) for item in value]
-        return "***" if isinstance(value, str) and value and _SECRET.search(key) else value
-
-    return {str(key): copy(str(key), value) for key, value in config.items()}
 
 
 def _spread(metrics: Mapping[str, float], prefix: str) -> str:

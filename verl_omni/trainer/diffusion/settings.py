@@ -17,7 +17,7 @@ from verl_omni.workers.config import (
     RefConfig,
     build,
 )
-from verl_omni.workers.config.base import as_mapping, choice, flag, integer, number, text, texts
+from verl_omni.workers.config.base import as_mapping, choice, flag, integer, number, path, paths, text, texts
 from verl_omni.workers.config.reward import RewardConfig
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ class TrainDataConfig:
     """Negative prompt of rows that give none; null: none."""
 
     def __post_init__(self) -> None:
-        self.train_files = texts("data.train_files", self.train_files, what="file name")
-        self.val_files = texts("data.val_files", self.val_files, what="file name", null="no validation")
+        self.train_files = paths("data.train_files", self.train_files)
+        self.val_files = paths("data.val_files", self.val_files, null="no validation")
         self.train_batch_size = integer("data.train_batch_size", self.train_batch_size, low=1)
         for name in ("train_max_samples", "val_max_samples"):
             value = None if str(getattr(self, name)) == "-1" else getattr(self, name)
@@ -173,8 +173,10 @@ class TrainerConfig:
             "trainer.total_training_steps", self.total_training_steps, low=1, null="what total_epochs says"
         )
         self.device = choice("trainer.device", self.device, DEVICES, null="cuda if there is one")
-        for name in ("project_name", "experiment_name", "default_local_dir", "resume_mode"):
+        for name in ("project_name", "experiment_name"):
             setattr(self, name, text(f"trainer.{name}", getattr(self, name)))
+        for name in ("default_local_dir", "resume_mode"):
+            setattr(self, name, path(f"trainer.{name}", getattr(self, name)))
         names = texts("trainer.logger", self.logger, what="logger")
         self.logger = [choice("trainer.logger", name, LOGGERS) for name in names]
         for name in ("save_freq", "test_freq"):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.utils.environment import restored_environment
+from verl_omni.utils.secrets import scrubbed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,7 +79,7 @@ class Tracker:
             tracking, self._tracking = self._tracking, None
             logger.warning(
                 "%s failed and gets no more metrics; metrics.jsonl and the report do: %s: %s",
-                *(self._backend, type(error).__name__, error),
+                *(self._backend, type(error).__name__, scrubbed(str(error))),
             )
             if tracking is not None:
                 with contextlib.suppress(Exception):  # else verl does it when it is collected, and prints a traceback

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.diffusion import metrics as measures
@@ -21,8 +21,10 @@ from verl_omni.trainer.diffusion.data import PromptGroup, training_groups, valid
 from verl_omni.trainer.diffusion.diffusion_algos import get_diffusion_adv_estimator_fn
 from verl_omni.trainer.diffusion.errors import SkippedSteps, TrainingError
 from verl_omni.trainer.diffusion.job import TrainingJob, reward_item
+from verl_omni.trainer.diffusion.resume import run_config
 from verl_omni.trainer.diffusion.sde_window import scheduled_range
 from verl_omni.trainer.diffusion.validation_grid import validation_tiles
+from verl_omni.trainer.prometheus import NoMetrics
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from verl_omni.trainer.diffusion.cluster import Cluster
     from verl_omni.trainer.diffusion.run_log import RunLog
     from verl_omni.workers.config import DiffusionRolloutConfig
-    from verl_omni.workers.rollout.request import RolloutRequest, RolloutSample
+    from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +43,18 @@ logger = logging.getLogger(__name__)
 class DiffusionTrainer:
     """Runs a :class:`TrainingJob` on a started :class:`Cluster`."""
 
-    def __init__(self, job: TrainingJob, cluster: Cluster, rewards: RewardManager, log: RunLog) -> None:
+    def __init__(
+        self, job: TrainingJob, cluster: Cluster, rewards: RewardManager, log: RunLog, figures: NoMetrics | None = None
+    ) -> None:
         self._job = job
         self._settings = job.settings
         self._actors, self._replicas = cluster.actors, cluster.replicas
         self._rewards = rewards
-        self._log = log
+        self._log, self._figures = log, figures or NoMetrics()
         trainer = job.settings.trainer
-        self._checkpoints = Checkpoints(trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep)
+        self._checkpoints = Checkpoints(
+            trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep, config=run_config(job.settings)
+        )
         self._skipped = SkippedSteps()
 
     async def fit(self) -> None:
@@ -67,6 +73,7 @@ class DiffusionTrainer:
             last = step == self._job.total_steps
             metrics = await self._train(step)
             self._log.log(step, metrics)
+            self._figures.stepped(metrics)
             self._skipped.see(step, metrics["actor/skipped_steps"])
             if last or (trainer.test_freq > 0 and step % trainer.test_freq == 0):
                 await self._validate(step)
@@ -81,6 +88,7 @@ class DiffusionTrainer:
         with watch.stage("step"):
             sweep = await self._sweep(groups)
             stats = await self._replicas.stats(reset=True)
+            self._figures.observe(stats)
             await self._make_room_for_training()
             batch = self._batch(sweep, step)
             with watch.stage("log_prob"):
@@ -91,12 +99,19 @@ class DiffusionTrainer:
                 await self._sync(step)
         watch.add("generation", sweep.generation_s)
         watch.add("reward", sweep.reward_s)
+        recovery = self._replicas.recovery(reset=True)
         return {
             **measures.reward_metrics([item.reward for item in sweep.samples], [item.uid for item in sweep.samples]),
             **measures.advantage_metrics(*counted(batch, "advantages")),
             **measures.log_prob_gap_metrics(*counted(batch, "old_log_probs", "rollout_log_probs", "sde_steps")),
             **updated.meta_info["metrics"],
-            **measures.rollout_metrics(stats, policy_version=step - 1, failed=len(sweep.failures)),
+            **measures.rollout_metrics(
+                stats,
+                policy_version=step - 1,
+                failed=len(sweep.failures),
+                requests_retried=recovery.requests_retried,
+                servers_restarted=recovery.servers_restarted,
+            ),
             **measures.timing_metrics(watch, images=len(sweep.samples), devices=self._job.devices),
         }
 
@@ -108,7 +123,7 @@ class DiffusionTrainer:
         watch = measures.Stopwatch()
         with watch.stage("validation"):
             sweep = await self._sweep(groups)
-        await self._replicas.stats(reset=True)  # the next step's counters are its own
+        self._figures.observe(await self._replicas.stats(reset=True))  # the next step's counters are its own
         found = measures.validation_metrics([item.reward for item in sweep.samples]) | measures.timing_metrics(watch)
         prompts = {group.uid: str(group.row.prompt) for group in groups}
         limit = self._settings.trainer.val_grid_max_images
@@ -120,7 +135,11 @@ class DiffusionTrainer:
         def score(uid: str, request: RolloutRequest, sample: RolloutSample) -> Awaitable[RewardResult]:
             return self._rewards.score(reward_item(by_uid[uid], request, sample))
 
-        return await collect({group.uid: group.requests for group in groups}, self._replicas.generate_groups, score)
+        def generate(groups: Sequence[Sequence[RolloutRequest]]) -> AsyncIterator[RolloutSample | RolloutError]:
+            requests = [request for group in groups for request in group]
+            return self._figures.watched(requests, self._replicas.generate_groups(groups))
+
+        return await collect({group.uid: group.requests for group in groups}, generate, score)
 
     def _batch(self, sweep: Sweep, step: int) -> DataProto:
         """The step's batch with its advantages, dealt to the workers, once for all that they do with it.

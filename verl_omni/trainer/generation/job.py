@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
 from verl_omni.trainer.generation.settings import GenerationSettings
+from verl_omni.trainer.prometheus import NoMetrics, served_metrics
 from verl_omni.trainer.prompts import read_prompts
 from verl_omni.trainer.requests import make_requests
 from verl_omni.trainer.rollout_setup import resolve_rollout
@@ -59,6 +60,10 @@ class GenerationJob:
         Raises :class:`ConfigError` if the LoRA does not fit the model or cannot be merged into it, and what the engine
         raises at its start.
         """
+        with served_metrics(self.settings.actor_rollout_ref.rollout) as metrics:
+            return await self._run(metrics)
+
+    async def _run(self, metrics: NoMetrics) -> bool:
         from tqdm import tqdm
 
         from verl_omni.workers.rollout.engine import RolloutEngine
@@ -81,13 +86,14 @@ class GenerationJob:
             with tqdm(total=len(self.requests), desc="rollout", unit="request", file=own_stderr()) as progress:
                 start = time.perf_counter()
                 try:
-                    async for result in engine.generate_all(self.requests):
+                    async for result in metrics.watched(self.requests, engine.generate_all(self.requests)):
                         results[str(result.request_id)] = result
                         progress.update()
                 except asyncio.CancelledError:  # Ctrl-C: what is finished is written all the same
                     logger.error("interrupted: %d of %d requests are finished", len(results), len(self.requests))
                 seconds = time.perf_counter() - start
             stats = await _stats(engine)
+            metrics.observe(stats)
         ordered = [
             (request, results.get(request.request_id) or RolloutError(request.request_id, "interrupted"))
             for request in self.requests

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
-from verl_omni.trainer.folders import check_writable
+from verl_omni.trainer.folders import check_writable, plain_name
 from verl_omni.trainer.generation.settings import GenerationConfig
+from verl_omni.utils.secrets import scrubbed
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
@@ -58,7 +59,7 @@ class RunReport:
             "gen_s": round(self.seconds, 4),
             "images_per_s": round(images / self.seconds, 4),
             **self.stats.as_dict(),
-            "failed": [{"id": error.request_id, "error": error.message} for error in failed],
+            "failed": [{"id": error.request_id, "error": scrubbed(error.message)} for error in failed],
             "peak_memory_mb": round(self.peak_memory_mb, 1),
             "samples": [
                 {"id": item.request_id, "prompt": request.prompt, "seed": item.seed, "sde_windows": item.sde_windows}
@@ -70,18 +71,21 @@ class RunReport:
 def check_output_dir(config: GenerationConfig) -> None:
     """Raise :class:`ConfigError` unless all files can be written into `config.output_dir`, which need not exist yet."""
     folder = Path(config.output_dir).absolute()
-    blocked = [folder / name for name in (GRID, TRAJECTORIES, REPORT) if (folder / name).is_dir()]
-    if (folder / IMAGES).exists() and not (folder / IMAGES).is_dir():
-        blocked.append(folder / IMAGES)
-    check_writable(folder, key=f"generation.output_dir={config.output_dir!r}", blocked=blocked)
+    key = f"generation.output_dir={config.output_dir!r}"
+    check_writable(folder, key=key, files=(GRID, TRAJECTORIES, REPORT), folders=(IMAGES,))
 
 
 def write_outputs(config: GenerationConfig, results: Results, report: RunReport, *, columns: int) -> None:
     """Write all files into `config.output_dir`, in place of those of an earlier run; the grid, an ornament, comes last.
 
-    `columns` is the width of the grid in images. Files that no run writes are left alone.
+    `columns` is the width of the grid in images. Files that no run writes are left alone. Raises :class:`ConfigError`
+    for a request id that names no file.
     """
     folder = Path(config.output_dir)
+    for _, result in results:
+        if isinstance(result, RolloutSample):
+            for name in output_ids(result):
+                plain_name(f"{name}.png")
     remove_outputs(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)

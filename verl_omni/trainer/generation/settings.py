@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
-from verl_omni.workers.config.base import flag, integer, text, texts
+from verl_omni.workers.config.base import flag, integer, path, paths
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class DataConfig:
     """Negative prompt of rows that give none; null: none."""
 
     def __post_init__(self) -> None:
-        self.val_files = texts("data.val_files", self.val_files, what="file name")
+        self.val_files = paths("data.val_files", self.val_files)
         if str(self.max_samples) == "-1":
             self.max_samples = None
         self.max_samples = integer("data.max_samples", self.max_samples, low=1, null="all")
@@ -50,7 +50,7 @@ class GenerationConfig:
     """Write ``trajectories.safetensors``."""
 
     def __post_init__(self) -> None:
-        self.output_dir = text("generation.output_dir", self.output_dir)
+        self.output_dir = path("generation.output_dir", self.output_dir)
         for name in ("save_images", "grid", "save_trajectories"):
             setattr(self, name, flag(f"generation.{name}", getattr(self, name)))
         self.grid_max_images = integer("generation.grid_max_images", self.grid_max_images, low=1)

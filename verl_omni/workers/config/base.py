@@ -11,11 +11,16 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MAX_NAME, MAX_PATH = 255, 4096
+"""Bytes that Linux allows a file name and a path, the latter with the NUL at its end."""
+MAX_DEPTH = 64
+"""Mappings and lists within each other that a configuration may have; ours has six."""
 NEAR = 0.6
 """Similarity from which a key counts as a misspelling of another (difflib's own default)."""
 
@@ -32,6 +37,8 @@ def build(cls: type[T], mapping: Mapping[str, Any] | None, prefix: str) -> T:
     for whatever the dataclass rejects.
     """
     values = as_mapping(prefix, mapping)
+    if not prefix:
+        _check_depth("", values, MAX_DEPTH)
     prefix = f"{prefix}." if prefix else ""
     hints = typing.get_type_hints(cls)
     names = field_names(cls)
@@ -45,6 +52,17 @@ def build(cls: type[T], mapping: Mapping[str, Any] | None, prefix: str) -> T:
         if required and values.get(item.name) is None:
             raise ConfigError(f"{prefix}{item.name} is required; add {prefix}{item.name}=…")
     return cls(**values)
+
+
+def _check_depth(key: str, value: Any, left: int) -> None:
+    """Raise :class:`ConfigError` for what would exhaust the stack wherever it is copied or written."""
+    if left == 0:
+        raise ConfigError(f"{key[:80]}… is nested more than {MAX_DEPTH} deep; write it flatter")
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    )
+    for name, item in items:
+        _check_depth(f"{key}.{name}".lstrip("."), item, left - 1)
 
 
 def as_mapping(key: str, value: Any) -> dict[Any, Any]:
@@ -162,6 +180,24 @@ def text(key: str, value: Any, *, null: str = "") -> Any:
     )
 
 
+def path(key: str, value: Any, *, null: str = "") -> Any:
+    """`value` as a text that can name a file or a folder; see :func:`integer`."""
+    name = text(key, value, null=null)
+    if name is None:
+        return None
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise ConfigError(f"{key}={_short(name)} holds a character that no file name can have; leave it out")
+    if len(encoded) >= MAX_PATH or any(len(part) > MAX_NAME for part in encoded.split(b"/")):
+        raise ConfigError(
+            f"{key}={_short(name)} is too long: {MAX_NAME} bytes at most between two /, fewer than {MAX_PATH} in all"
+        )
+    return name
+
+
 def texts(key: str, value: Any, *, what: str, null: str = "") -> Any:
     """`value` as a list of texts, none of them empty; a single text stands for a list of one. `what` is one of them.
 
@@ -177,8 +213,19 @@ def texts(key: str, value: Any, *, what: str, null: str = "") -> Any:
     )
 
 
+def paths(key: str, value: Any, *, null: str = "") -> Any:
+    """`value` as a list of file names, of which each is a :func:`path`; a single one stands for a list of one."""
+    names = texts(key, value, what="file name", null=null)
+    return None if names is None else [path(key, name) for name in names]
+
+
 def _shown(value: Any) -> str:
     """As it would be written in an override."""
     return (
         {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
     )
+
+
+def _short(name: str) -> str:
+    shown = f"{name!r}"
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"

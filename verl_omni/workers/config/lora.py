@@ -32,7 +32,7 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{folder} has no {name}; save the adapter with PEFT's save_pretrained(…)")
     try:
         config = json.loads((folder / LORA_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / LORA_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{folder / LORA_CONFIG} must hold an object")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from verl_omni.workers.config.base import ConfigError, flag, integer, number, text, texts
+from verl_omni.workers.config.base import ConfigError, flag, integer, number, path, text, texts
 from verl_omni.workers.config.lora import MIN_LORA_SCALE, is_lora_scale, read_lora_config
 
 logger = logging.getLogger(__name__)
@@ -57,10 +57,10 @@ class DiffusionModelConfig:
     """Recompute activations in the backward pass instead of keeping them."""
 
     def __post_init__(self) -> None:
-        self.path = text(f"{self.KEY}.path", self.path)
+        self.path = path(f"{self.KEY}.path", self.path)
         self.algorithm = text(f"{self.KEY}.algorithm", self.algorithm)
         self.architecture = text(f"{self.KEY}.architecture", self.architecture, null="what model_index.json says")
-        self.lora_path = text(f"{self.KEY}.lora_path", self.lora_path, null="no LoRA")
+        self.lora_path = path(f"{self.KEY}.lora_path", self.lora_path, null="no LoRA")
         self.lora_scale = number(f"{self.KEY}.lora_scale", self.lora_scale)
         if not is_lora_scale(self.lora_scale):
             raise ConfigError(
@@ -97,7 +97,7 @@ class DiffusionModelConfig:
             index = json.loads(self._index_file().read_text(encoding="utf-8"))
         except ConfigError:
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"model_index.json of {self.KEY}.path={self.path!r} cannot be read: {error}") from error
         name = index.get("_class_name") if isinstance(index, dict) else None
         if not isinstance(name, str):

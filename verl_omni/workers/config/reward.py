@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from verl_omni.workers.config.base import ConfigError, as_mapping, build, choice, integer, nearest, text
+from verl_omni.workers.config.base import ConfigError, as_mapping, build, choice, integer, nearest, number, path, text
 from verl_omni.workers.config.scorers import SCORER_TYPES, FunctionConfig, ScorerConfig
 
 KEY = "reward"
@@ -28,7 +28,7 @@ class CustomRewardFunctionConfig:
     """Further keyword arguments for it."""
 
     def __post_init__(self) -> None:
-        self.path = text(f"{self.KEY}.path", self.path, null="none")
+        self.path = path(f"{self.KEY}.path", self.path, null="none")
         self.name = text(f"{self.KEY}.name", self.name)
         self.reward_kwargs = as_mapping(f"{self.KEY}.reward_kwargs", self.reward_kwargs)
 
@@ -43,9 +43,13 @@ class RewardConfig:
     """A function of your own, under the name that verl gives it."""
     num_workers: int = 8
     """Threads for the scorers that run in the trainer's process."""
+    timeout_s: float | None = 300.0
+    """Seconds that a scorer in the trainer's process may take for one image, from when it begins; then the image counts
+    as failed. A thread cannot be ended: what hangs in it goes on, and another takes its place. null: no limit."""
 
     def __post_init__(self) -> None:
         self.num_workers = integer(f"{KEY}.num_workers", self.num_workers, low=1)
+        self.timeout_s = number(f"{KEY}.timeout_s", self.timeout_s, above=0, null="no limit")
         self.scorers = as_mapping(f"{KEY}.scorers", self.scorers)
         named = self.named_scorers()
         if not named:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,6 +17,7 @@ from verl_omni.workers.config.base import (
     integer,
     nearest,
     number,
+    path,
     text,
     unknown_key,
 )
@@ -60,7 +62,9 @@ UNMERGEABLE = (
     "enable_layerwise_offload",
     "enable_distributed_layerwise_offload",
 )
-"""Keys of ``engine_kwargs.vllm_omni`` under which a layer's parameter is not its whole, plain weight."""
+"""Keys of ``engine_kwargs.vllm_omni`` under which a layer's parameter is not its whole, plain weight: the early word.
+What decides is ``merged_lora.check_mergeable``, once the layers are there."""
+MAX_PORT = 65535
 MISSPELT = 0.85
 """Similarity from which an engine key counts as a misspelt one of `PLAN_KEYS`; high, as others look like them."""
 
@@ -169,7 +173,14 @@ class DiffusionRolloutConfig:
     """``actor_rollout_ref.rollout``: how images are generated."""
 
     KEY: ClassVar[str] = "actor_rollout_ref.rollout"
-    TRAINING_KEYS: ClassVar[tuple[str, ...]] = ("replicas", "gpus_per_replica", "colocate", "start_timeout_s")
+    TRAINING_KEYS: ClassVar[tuple[str, ...]] = (
+        "replicas",
+        "gpus_per_replica",
+        "colocate",
+        "start_timeout_s",
+        "result_timeout_s",
+        "sync_timeout_s",
+    )
     """Fields without effect in a rollout without training."""
 
     name: str = "vllm_omni"
@@ -203,8 +214,17 @@ class DiffusionRolloutConfig:
     colocate: bool = True
     """Share the devices of the training processes, asleep during updates; false: take devices of their own."""
     start_timeout_s: float = 1800.0
-    """Seconds until all engines must be up. A large checkpoint on a slow disk takes minutes to load, from the hub
-    longer."""
+    """Seconds until all engines must be up, and later one that takes the place of a dead one. A large checkpoint on a
+    slow disk takes minutes to load, from the hub longer."""
+    result_timeout_s: float | None = None
+    """Seconds after which an engine that has requests and gives no result counts as dead and is replaced; longer than
+    a whole batch takes. null: it is waited for, as long as its process lives."""
+    sync_timeout_s: float | None = 1800.0
+    """The same for an engine that takes a new policy, falls asleep or wakes up; null: it is waited for."""
+    metrics_port: int | None = None
+    """Where the run serves metrics to Prometheus; 0: any port that is free, which the log tells; null: nowhere."""
+    metrics_host: str = "127.0.0.1"
+    """Address that it listens at: as it is, this machine alone can read them; "0.0.0.0": whoever reaches it."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """``engine_kwargs.vllm_omni``: any option of the engine, and those of the plan: max_num_seqs, step_execution,
     request_batch_max_wait_ms, rows_per_forward (`PLAN_KEYS`). null: the engine's default."""
@@ -226,8 +246,8 @@ class DiffusionRolloutConfig:
         self.batching_mode = choice(f"{self.KEY}.batching_mode", self.batching_mode, BATCHING_MODES, null=explicit)
         self.step_execution = flag(f"{self.KEY}.step_execution", self.step_execution, null="false") or False
         self.max_num_seqs = integer(f"{self.KEY}.max_num_seqs", self.max_num_seqs, low=1, null="unset")
-        self.profile = text(f"{self.KEY}.profile", self.profile, null="none")
-        self.external_lib = text(f"{self.KEY}.external_lib", self.external_lib, null="none")
+        self.profile = path(f"{self.KEY}.profile", self.profile, null="none")
+        self.external_lib = path(f"{self.KEY}.external_lib", self.external_lib, null="none")
         self.log_prob_micro_batch_size_per_gpu = integer(
             f"{self.KEY}.log_prob_micro_batch_size_per_gpu",
             self.log_prob_micro_batch_size_per_gpu,
@@ -240,6 +260,16 @@ class DiffusionRolloutConfig:
         self.gpus_per_replica = integer(f"{self.KEY}.gpus_per_replica", self.gpus_per_replica, low=1)
         self.colocate = flag(f"{self.KEY}.colocate", self.colocate)
         self.start_timeout_s = number(f"{self.KEY}.start_timeout_s", self.start_timeout_s, above=0)
+        for name in ("result_timeout_s", "sync_timeout_s"):
+            setattr(self, name, number(f"{self.KEY}.{name}", getattr(self, name), above=0, null="no limit"))
+        self.metrics_port = integer(f"{self.KEY}.metrics_port", self.metrics_port, low=0, null="no metrics")
+        self.metrics_host = text(f"{self.KEY}.metrics_host", self.metrics_host)
+        if self.metrics_port is not None and self.metrics_port > MAX_PORT:
+            raise ConfigError(f"{self.KEY}.metrics_port={self.metrics_port} must be at most {MAX_PORT}")
+        if self.metrics_port is not None and importlib.util.find_spec("prometheus_client") is None:
+            raise ConfigError(
+                f"{self.KEY}.metrics_port needs the package prometheus_client: pip install prometheus_client"
+            )
         self.engine_kwargs = {"vllm_omni": _engine_options(f"{self.KEY}.engine_kwargs", self.engine_kwargs)}
         given = {key: self.vllm_omni.get(key) for key in UNMERGEABLE}
         in_the_way = [f"{key}={value}" for key, value in given.items() if value not in (None, False, 1, "1")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from verl_omni.workers.config.base import ConfigError, as_mapping, choice, flag, integer, number, text
+from verl_omni.workers.config.base import ConfigError, as_mapping, choice, flag, integer, number, path, text
 from verl_omni.workers.config.user_function import load_function, taken_keywords
 
 CHANNELS = ("red", "green", "blue")
@@ -113,7 +113,7 @@ class FunctionConfig(ScorerConfig):
 
     def check(self, key: str) -> None:
         super().check(key)
-        self.path, self.name = text(f"{key}.path", self.path), text(f"{key}.name", self.name)
+        self.path, self.name = path(f"{key}.path", self.path), text(f"{key}.name", self.name)
         self.reward_kwargs = as_mapping(f"{key}.reward_kwargs", self.reward_kwargs)
         try:
             taken_keywords(load_function(self.path, self.name), self.reward_kwargs)
@@ -129,14 +129,17 @@ class EndpointConfig(ScorerConfig):
     """Name of the environment variable that holds the bearer token; null: none is sent."""
     timeout_s: float = 60.0
     """Seconds for one attempt, from connecting to the last byte."""
-    retries: int = 3
-    """Further attempts after a connection error, a timeout, status 429 or 5xx."""
+    retries: int = 6
+    """Further attempts after a connection error, a timeout, status 429 or 5xx. With the waits between them, 6 bridge
+    half a minute in which nothing answers."""
     retry_wait_s: float = 1.0
     """Seconds before the first of them; twice as long before each next one, at most a minute, times 0.5 to 1."""
     max_concurrency: int = 32
     """Requests at a time."""
     max_reply_bytes: int = 1_000_000
     """A longer reply is an error."""
+    max_image_bytes: int = 50_000_000
+    """An image that is larger as a PNG is not sent, and an error. 4096 × 4096 pixels of pure noise are as much."""
 
     def check(self, key: str) -> None:
         super().check(key)
@@ -145,6 +148,7 @@ class EndpointConfig(ScorerConfig):
         self.retry_wait_s = number(f"{key}.retry_wait_s", self.retry_wait_s, low=0)
         self.max_concurrency = integer(f"{key}.max_concurrency", self.max_concurrency, low=1)
         self.max_reply_bytes = integer(f"{key}.max_reply_bytes", self.max_reply_bytes, low=1)
+        self.max_image_bytes = integer(f"{key}.max_image_bytes", self.max_image_bytes, low=1)
         self.api_key_env = text(f"{key}.api_key_env", self.api_key_env, null="no key")
         if self.api_key_env is not None:
             secret = os.environ.get(self.api_key_env, "").strip()

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+
+from verl_omni.workers.engine.saved_state import METADATA, SafePlanner, SafeReader, read_own
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
@@ -31,13 +32,13 @@ class TrainedStateCheckpoint(BaseCheckpointManager):
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """What :meth:`save_checkpoint` wrote. Raises ValueError if the folder holds none."""
-        if not (Path(local_path) / ".metadata").is_file():
+        if not (Path(local_path) / METADATA).is_file():
             raise ValueError(f"{local_path} holds no checkpoint of the training workers")
         state = self._state()
-        dcp.load({"model": state["model"]}, checkpoint_id=local_path)
+        dcp.load({"model": state["model"]}, storage_reader=SafeReader(local_path), planner=SafePlanner())
         # the file lacks the optimizer's state of weights that never had a gradient: a fresh one is right for them
-        partly = DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load({"optimizer": state["optimizer"]}, checkpoint_id=local_path, planner=partly)
+        partly = SafePlanner(allow_partial_load=True)
+        dcp.load({"optimizer": state["optimizer"]}, storage_reader=SafeReader(local_path), planner=partly)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -46,7 +47,7 @@ class TrainedStateCheckpoint(BaseCheckpointManager):
             options=_OPTIONS,
         )
         file = _own_file(local_path, self.rank)
-        own = torch.load(file if file.is_file() else _own_file(local_path, 0), weights_only=False)
+        own = read_own(file if file.is_file() else _own_file(local_path, 0))
         self.lr_scheduler.load_state_dict(own["lr_scheduler"])
         self.load_rng_state(own["rng"])
 

@@ -40,13 +40,27 @@ class ServerDied(RolloutError):
 
 
 class ServerHandle:
-    """A server's actor."""
+    """A server's actor, from its start to its death: one that takes its place has a handle of its own."""
 
-    def __init__(self, name: str, actor: ray.actor.ActorHandle) -> None:
-        self.name = name
+    def __init__(self, place: int, placement: Placement, actor: ray.actor.ActorHandle) -> None:
+        self.place = place
+        """Its number."""
+        self.placement = placement
+        """Where it runs."""
+        self.name = server_name(place)
         """Of the actor."""
         self.node = ""
         """Id of the node on which it runs; known from :meth:`start` on."""
+        self.died: ServerDied | None = None
+        """Why it is used no more."""
+        self.bursts: set[asyncio.Future[None]] = set()
+        """Those that it runs; each is done when it is known what becomes of its requests."""
+        self.retried = 0
+        """Requests that its death took with it and that are run again."""
+        self.failed = 0
+        """Requests that it took with it and that are not: they were on a server that died before."""
+        self.heard = 0.0
+        """When its last result came, in the event loop's seconds."""
         self._actor = actor
 
     @classmethod
@@ -65,11 +79,11 @@ class ServerHandle:
         if placement.scheduling_strategy is not None:
             options["scheduling_strategy"] = placement.scheduling_strategy
         remote = ray.remote(RolloutServer).options(**options).remote
-        return cls(server_name(replica), remote(settings, replica=replica))
+        return cls(replica, placement, remote(settings, replica=replica))
 
-    async def start(self) -> None:
-        """Load its model. Raises as :meth:`call` does."""
-        self.node = await self.call("start")
+    async def start(self, timeout_s: float) -> None:
+        """Load its model; the engine itself gives up after `timeout_s`. Raises as :meth:`call` does."""
+        self.node = await self.call("start", timeout_s)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call one of its methods. Raises ConfigError, :class:`ServerDied` or another :class:`RolloutError`."""
@@ -99,6 +113,11 @@ class ServerHandle:
             await _ended(stream)
             raise
 
+    def told(self) -> str:
+        """What became of the requests that its death took with it."""
+        again = f"requests run again: {self.retried}"
+        return f"{again}, failed as they were on a dead server before: {self.failed}" if self.failed else again
+
     def kill(self) -> None:
         """End the process now."""
         import ray
@@ -118,8 +137,9 @@ class ServerHandle:
 
 
 def _last_line(error: Exception) -> str:
-    """Where Ray tells the reason; the lines before hold ids."""
-    return next((line.strip(" .") for line in reversed(str(error).splitlines()) if line.strip(" .")), repr(error))
+    """Where Ray tells the reason, without its guesses; the lines before hold ids."""
+    lines = (line.partition(" Some common causes")[0].strip(" .") for line in reversed(str(error).splitlines()))
+    return next(filter(None, lines), repr(error))
 
 
 async def _ended(stream: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import socket
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.utils.environment import restored_environment
 from verl_omni.utils.imports import without_collecting
-from verl_omni.workers.config.rollout import check_engine_keys
+from verl_omni.workers.config.rollout import DiffusionRolloutConfig, check_engine_keys
 from verl_omni.workers.rollout.engine_keys import engine_keys
 from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 ENGINE_BACKEND = "verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"
 WORKER_EXTENSION = "verl_omni.pipelines.worker_extension.RolloutWorkerExtension"
+START_TIMEOUT = "init_timeout"
+"""Option of the engine: seconds, an integer, until it must be up. Its worker processes are not waited for longer."""
 _DEGREES = ("num_gpus", "_parallel_size", "_degree", "_tp_size", "hsdp_shard_size", "hsdp_replicate_size")
 """How the engine's options end that tell over how many devices something is spread."""
 _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -48,13 +51,22 @@ def import_engine() -> Any:
 
 
 def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
-    """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`."""
+    """A running ``AsyncOmni``; blocks until it is up. `arguments` are those of :func:`engine_arguments`.
+
+    Raises TimeoutError if it is not up in time, and whatever else the engine raises; its processes are ended then.
+    """
     engine = import_engine()
     drop_request_errors()
     spawning = arguments["distributed_executor_backend"] == "mp"
     context: AbstractContextManager[None] = _spawn_start_method() if spawning else nullcontext()
-    with context, own_rendezvous():
-        return engine(model=model_path, **arguments)
+    with context, own_rendezvous(), _no_process_left():
+        try:
+            return engine(model=model_path, **arguments)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"the engine was not up after {arguments[START_TIMEOUT]} s, it was loading {model_path}; raise "
+                f"{DiffusionRolloutConfig.KEY}.start_timeout_s, or {START_TIMEOUT} of the engine, if it takes longer"
+            ) from error
 
 
 def engine_arguments(
@@ -83,6 +95,7 @@ def engine_arguments(
     defaults = {
         "enforce_eager": not torch.cuda.is_available(),
         "distributed_executor_backend": "uni" if _one_device(given) else "mp",
+        START_TIMEOUT: math.ceil(DiffusionRolloutConfig.start_timeout_s),
         **default_attention(given),
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
@@ -113,7 +126,7 @@ def own_rendezvous() -> Iterator[None]:
         for name in _RENDEZVOUS:
             os.environ.pop(name, None)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
+        held.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(held.getsockname()[1])
         yield
 
@@ -149,6 +162,19 @@ class _Drop(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(self._starts)
+
+
+@contextmanager
+def _no_process_left() -> Iterator[None]:
+    """If the block raises, the worker processes that it started end: the engine leaves one that hangs behind."""
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+            process.join()
+        raise
 
 
 @contextmanager

@@ -3,30 +3,29 @@
 The groups of a step are dealt out up front (:mod:`~verl_omni.workers.rollout.spread`) and each server gets its share in
 one call, so that its engine fills its batches from the first step on; results come back one by one.
 
-A server whose process or engine dies is left out from then on: what it was doing ends as errors that say so, the others
-go on.
+A server whose process or engine dies is replaced (:mod:`~verl_omni.workers.rollout.fleet`), and what it was doing is
+done again (:mod:`~verl_omni.workers.rollout.bursts`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import DiffusionRolloutConfig
+from verl_omni.workers.rollout.bursts import Bursts, Groups, Results
+from verl_omni.workers.rollout.fleet import Fleet
 from verl_omni.workers.rollout.handle import Placement, ServerDied, ServerHandle
-from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.request import RolloutError, RolloutSample
+from verl_omni.workers.rollout.served_policy import ServedLora, ServedPolicy, put
 from verl_omni.workers.rollout.server import ServerSettings
-from verl_omni.workers.rollout.spread import LoadSpread, work
-from verl_omni.workers.rollout.wire import pack
-
-if TYPE_CHECKING:
-    import ray
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +34,36 @@ CLOSE_GRACE_S = 30.0
 POLICY_KINDS = ("lora", "weights")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What deaths of servers have led to."""
+
+    servers_restarted: int = 0
+    """Fresh servers that took the place of dead ones."""
+    requests_retried: int = 0
+    """Requests that were run again."""
+
+
 class RolloutReplicas:
     """Running servers. Made by :meth:`start`; to be closed, or used with ``async with``."""
 
-    def __init__(self, servers: Sequence[ServerHandle]) -> None:
-        self._servers = list(servers)
-        self._spread = LoadSpread(len(self._servers))
-        self._closed = False
+    def __init__(
+        self,
+        settings: ServerSettings,
+        placements: Sequence[Placement],
+        environment: Mapping[str, str],
+        *,
+        start_timeout_s: float,
+        result_timeout_s: float | None,
+        sync_timeout_s: float | None,
+    ) -> None:
+        """Asks Ray for the processes; use :meth:`start`."""
+        self._fleet = Fleet(settings, placements, environment, start_timeout_s=start_timeout_s, admit=self._admit)
+        self._bursts = Bursts(self._fleet, result_timeout_s=result_timeout_s)
+        self._sync_timeout_s = sync_timeout_s
+        self._policy = ServedPolicy()
+        self._changing = asyncio.Lock()
+        self._told = Recovery()
 
     @classmethod
     async def start(
@@ -51,57 +73,66 @@ class RolloutReplicas:
         *,
         env_vars: Mapping[str, str] | None = None,
         start_timeout_s: float = DiffusionRolloutConfig.start_timeout_s,
+        result_timeout_s: float | None = DiffusionRolloutConfig.result_timeout_s,
+        sync_timeout_s: float | None = DiffusionRolloutConfig.sync_timeout_s,
     ) -> RolloutReplicas:
         """Start one server a placement, side by side. Ray must be running.
 
-        `env_vars` are set in the servers' environment. Logs the plan once a server. Raises ConfigError for the external
-        module; TimeoutError telling what it waited for; :class:`RolloutError` for what else went wrong in a server.
-        Nothing is left running then.
+        `env_vars` are set in the servers' environment; the timeouts are those of
+        :class:`~verl_omni.workers.config.DiffusionRolloutConfig`. Logs the plan once a server. Raises ConfigError for
+        the external module; TimeoutError telling what it waited for; :class:`RolloutError` for what else went wrong in
+        a server. Nothing is left running then.
         """
         quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_NO_USAGE_STATS": "1"}
-        environment = {**quiet, **(env_vars or {})}
-        replicas = cls([ServerHandle.create(settings, i, where, environment) for i, where in enumerate(placements)])
-        try:
-            await replicas._come_up(settings, placements, start_timeout_s)
-        except BaseException:
-            replicas._kill()
-            raise
-        for server in replicas._servers:
-            logger.info("%s: %s", server.name, settings.plan.log_line())
+        replicas = cls(
+            settings,
+            placements,
+            {**quiet, **(env_vars or {})},
+            start_timeout_s=start_timeout_s,
+            result_timeout_s=result_timeout_s,
+            sync_timeout_s=sync_timeout_s,
+        )
+        await replicas._fleet.start()
+        for name in replicas._fleet.names:
+            logger.info("%s: %s", name, settings.plan.log_line())
         for note in settings.plan.notes:
             logger.warning(note)
         return replicas
 
     @property
     def living(self) -> list[str]:
-        """Names of the servers that have not died."""
-        return [self._servers[i].name for i in self._spread.load]
+        """Names of the servers that serve now: those that have not died, and those that took the place of dead ones."""
+        return [server.name for server in self._fleet.living]
 
-    async def generate_groups(
-        self, groups: Sequence[Sequence[RolloutRequest]]
-    ) -> AsyncGenerator[RolloutSample | RolloutError, None]:
+    def recovery(self, reset: bool = False) -> Recovery:
+        """What deaths led to since the start or the last reset."""
+        total = Recovery(servers_restarted=self._fleet.restarted, requests_retried=self._bursts.retried)
+        since, self._told = self._told, total if reset else self._told
+        return Recovery(
+            servers_restarted=total.servers_restarted - since.servers_restarted,
+            requests_retried=total.requests_retried - since.requests_retried,
+        )
+
+    async def generate_groups(self, groups: Groups) -> AsyncGenerator[RolloutSample | RolloutError, None]:
         """Submit all `groups`, each to one server; gives every result as it arrives.
 
-        A request that fails gives its error, also if its server dies. Leaving the loop early aborts the rest. Raises
-        :class:`ServerDied` if no server is left.
+        A request that fails gives its error, also if the servers die that it was on. Leaving the loop early aborts the
+        rest. Raises :class:`ServerDied` if no server is left.
         """
-        self._check_usable()
-        dealt = self._spread.deal([sum(map(work, group)) for group in groups])
-        results: asyncio.Queue[RolloutSample | RolloutError] = asyncio.Queue()
-        bursts = [
-            asyncio.create_task(self._burst(i, [request for group in mine for request in groups[group]], results))
-            for i, mine in dealt.items()
-        ]
+        await self._fleet.someone()
+        results: Results = asyncio.Queue()
+        serving = asyncio.create_task(self._bursts.serve(groups, results))
         try:
             for _ in range(sum(map(len, groups))):
                 yield await results.get()
         finally:
-            for burst in bursts:
-                burst.cancel()
-            await asyncio.gather(*bursts, return_exceptions=True)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     async def sync(self, kind: str, version: int, payload: Any, *, scale: float = 1.0) -> None:
         """Hand a policy to all servers; samples made with it carry `version`. Waits for the trajectories in flight.
+
+        It is kept for servers that are started later, to replace dead ones.
 
         Args:
             kind: "lora": in place of the LoRA before. "weights": all those of the transformer.
@@ -114,81 +145,70 @@ class RolloutReplicas:
         """
         if kind not in POLICY_KINDS:
             raise ValueError(f"kind={kind!r}: use one of {', '.join(POLICY_KINDS)}")
-        try:
-            if kind == "lora":
-                config, tensors = payload
-                await self._everywhere("set_lora", version, dict(config), await asyncio.to_thread(_put, tensors), scale)
-            else:
-                in_store = [await asyncio.to_thread(_put, payload)] if isinstance(payload, Mapping) else list(payload)
-                await self._set_weights(version, in_store)
-        except ServerDied:
-            raise
-        except RolloutError as error:
-            message = f"policy {version} was not taken, there the old one serves on: {error.message}"
-            raise RolloutError(None, message) from error
-
-    async def _set_weights(self, version: int, references: list[ray.ObjectRef]) -> None:
-        """They are written once a node, into a file that all its servers read: even one copy is large."""
-        files: dict[str, str] = {}
-        try:
-            while writers := self._writers(known=files):
-                written = await self._everywhere("stage_weights", references, servers=writers)
-                files |= {server.node: written[server.name] for server in self._servers if server.name in written}
-            await self._everywhere("set_weights", version, files)
-        finally:
-            dropping = (self._servers[i].call("drop_weights", list(files.values())) for i in self._spread.load)
-            await asyncio.gather(*dropping, return_exceptions=True)
-
-    def _writers(self, *, known: Collection[str]) -> list[int]:
-        """The first living server of each node that is not `known`."""
-        first: dict[str, int] = {}
-        for i in self._spread.load:
-            first.setdefault(self._servers[i].node, i)
-        return [i for node, i in first.items() if node not in known]
+        new: dict[str, Any]
+        if kind == "lora":
+            config, tensors = payload
+            new = {"lora": ServedLora(config=dict(config), tensors=await put(tensors), scale=scale)}
+        else:
+            new = {"weights": [await put(payload)] if isinstance(payload, Mapping) else list(payload)}
+        async with self._change():
+            before, self._policy = self._policy, dataclasses.replace(self._policy, version=version, **new)
+            try:
+                await (self._set_lora() if kind == "lora" else self._set_weights())
+            except BaseException as error:
+                self._policy = before
+                if isinstance(error, ServerDied) or not isinstance(error, RolloutError):
+                    raise
+                message = f"policy {version} was not taken, there the old one serves on: {error.message}"
+                raise RolloutError(None, message) from error
 
     async def sleep(self) -> None:
-        """Give the servers' device memory back. Requests fail until :meth:`wake_up`."""
-        await self._everywhere("sleep")
+        """Give the servers' device memory back. Requests fail until :meth:`wake_up`.
+
+        Fresh servers that are being started are waited for, and until then none is started: that would take memory.
+        """
+        while True:
+            await self._fleet.settled()
+            async with self._change():
+                if not self._fleet.starting:
+                    self._fleet.hold_starts()
+                    await self._everywhere("sleep")
+                    return
 
     async def wake_up(self) -> None:
         """Undo :meth:`sleep`."""
-        await self._everywhere("wake_up")
+        self._fleet.resume_starts()
+        async with self._change():
+            await self._everywhere("wake_up")
 
     async def clear_kv_cache(self) -> None:
         """Drop the prompt embeddings that the servers keep."""
-        await self._everywhere("clear_kv_cache")
+        await self._when_up("clear_kv_cache")
 
     async def abort_all_requests(self) -> None:
         """End all requests in flight as aborted."""
-        await self._everywhere("abort_all_requests")
+        self._bursts.abort()
+        await self._when_up("abort_all_requests")
 
     async def policy_versions(self) -> dict[str, int]:
         """Version of the policy that each living server serves, by its name."""
-        return await self._everywhere("policy_version")
+        return await self._when_up("policy_version")
 
     async def alive(self) -> dict[str, bool]:
         """Whether each server's process and engine run, by its name."""
-        await asyncio.gather(*map(self._check_engine, self._spread.load))
-        return {server.name: i in self._spread.load for i, server in enumerate(self._servers)}
+        living = self._fleet.living
+        answers = await asyncio.gather(*map(self._fleet.lives, living))
+        found = {server.name: lives for server, lives in zip(living, answers, strict=True)}
+        return dict.fromkeys(self._fleet.names, False) | found
 
     async def stats(self, reset: bool = False) -> RolloutStats:
-        """What the living servers counted, summed up."""
-        return RolloutStats.merged((await self._everywhere("stats", reset)).values())
+        """What the living servers counted, summed up; what dead ones counted is lost."""
+        return RolloutStats.merged((await self._when_up("stats", reset)).values())
 
     async def close(self) -> None:
         """End the requests in flight and the servers. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        closing = [asyncio.create_task(self._servers[i].call("close")) for i in self._spread.load]
-        try:
-            if closing:
-                await asyncio.wait(closing, timeout=CLOSE_GRACE_S)
-        finally:
-            for task in closing:
-                task.cancel()
-            await asyncio.gather(*closing, return_exceptions=True)
-            self._kill()
+        if not self._fleet.closed:
+            await self._fleet.close(CLOSE_GRACE_S)
 
     async def __aenter__(self) -> RolloutReplicas:
         return self
@@ -196,103 +216,95 @@ class RolloutReplicas:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    async def _burst(
-        self, i: int, requests: Sequence[RolloutRequest], results: asyncio.Queue[RolloutSample | RolloutError]
-    ) -> None:
-        """Run `requests` on server `i`; puts exactly one result each, unless cancelled."""
-        costs = {request.request_id: work(request) for request in requests}
-        unfinished = Counter(request.request_id for request in requests)
-        problem = "its server gave no result"
-        try:
-            async with aclosing(self._servers[i].generate(requests)) as stream:
-                async for result in stream:
-                    request_id = str(result.request_id)
-                    unfinished[request_id] -= 1
-                    self._spread.finish(i, costs[request_id])
-                    if isinstance(result, RolloutError):
-                        await self._check_engine(i)
-                    results.put_nowait(result)
-        except Exception as error:  # whatever it is, who waits for these results must not wait forever
-            self._note(i, error)
-            problem = error.message if isinstance(error, RolloutError) else f"{self._servers[i].name}: {error!r}"
-        finally:
-            for request_id in unfinished.elements():
-                self._spread.finish(i, costs[request_id])
-        for request_id in unfinished.elements():
-            results.put_nowait(RolloutError(request_id, problem))
+    @asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """No other change of what the servers serve, and at least one server to start with."""
+        while True:
+            await self._fleet.someone()
+            async with self._changing:
+                if self._fleet.living:
+                    yield
+                    return
 
-    async def _everywhere(self, method: str, *arguments: Any, servers: Collection[int] | None = None) -> dict[str, Any]:
+    async def _set_lora(self) -> None:
+        await self._everywhere("set_lora", *self._policy.lora_arguments())
+
+    async def _set_weights(self) -> None:
+        """They are written once a node, into a file that all its servers read: even one copy is large."""
+        files: dict[str, str] = {}
+        try:
+            while writers := self._writers(known=files):
+                written = await self._everywhere("stage_weights", self._policy.weights, servers=writers)
+                files |= {server.node: written[server.name] for server in writers if server.name in written}
+            await self._everywhere("set_weights", self._policy.version, files)
+        finally:
+            await self._drop_weights(self._fleet.living, list(files.values()))
+
+    async def _drop_weights(self, servers: Sequence[ServerHandle], files: Sequence[str]) -> None:
+        """Asks all `servers`, as the one that wrote a file may have died."""
+        dropping = (self._ask(server, "drop_weights", files) for server in servers)
+        await asyncio.gather(*dropping, return_exceptions=True)
+
+    def _writers(self, *, known: Collection[str]) -> list[ServerHandle]:
+        """The first living server of each node that is not `known`."""
+        first: dict[str, ServerHandle] = {}
+        for server in self._fleet.living:
+            first.setdefault(server.node, server)
+        return [server for node, server in first.items() if node not in known]
+
+    async def _admit(self, server: ServerHandle) -> None:
+        """Let a fresh server in, once it serves what the others do."""
+        async with self._changing:
+            policy = self._policy
+            if policy.weights:
+                file = await self._ask(server, "stage_weights", policy.weights)
+                try:
+                    await self._ask(server, "set_weights", policy.version, {server.node: file})
+                finally:
+                    await self._drop_weights([server, *self._fleet.living], [file])
+            if policy.lora is not None:
+                await self._ask(server, "set_lora", *policy.lora_arguments())
+            self._fleet.join(server)
+
+    async def _everywhere(
+        self, method: str, *arguments: Any, servers: Sequence[ServerHandle] | None = None
+    ) -> dict[str, Any]:
         """Call all living servers, or these; what they answer, by name. Raises :class:`RolloutError` if one fails.
 
-        A server that dies meanwhile is left out; if none is left, :class:`ServerDied`.
+        A server that dies meanwhile is no failure, as the one that takes its place will be as the others are.
         """
-        self._check_usable()
-        called = list(self._spread.load if servers is None else servers)
-        calls = (self._servers[i].call(method, *arguments) for i in called)
+        called = self._fleet.living if servers is None else servers
+        calls = (self._ask(server, method, *arguments) for server in called)
         answers: dict[str, Any] = {}
         failures: list[BaseException] = []
-        for i, outcome in zip(called, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        for server, outcome in zip(called, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(outcome, ServerDied):
-                self._note(i, outcome)
+                self._fleet.lose(server, outcome)
             elif isinstance(outcome, BaseException):
                 failures.append(outcome)
             else:
-                answers[self._servers[i].name] = outcome
+                answers[server.name] = outcome
         if failures:
             reasons = "; ".join(map(str, failures))
             raise RolloutError(None, f"{len(failures)} of {len(called)} servers failed: {reasons}") from failures[0]
-        self._check_usable()
         return answers
 
-    async def _check_engine(self, i: int) -> None:
-        """Leave server `i` out if its engine no longer runs."""
+    async def _when_up(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """The same once there is a server. Raises :class:`ServerDied` if none is left."""
+        await self._fleet.someone()
+        return await self._everywhere(method, *arguments)
+
+    async def _ask(self, server: ServerHandle, method: str, *arguments: Any) -> Any:
+        """Call `server`. Raises as :meth:`ServerHandle.call` does; ServerDied also if it does not answer in time."""
+        limit = self._sync_timeout_s
         try:
-            if not await self._servers[i].call("alive"):
-                raise ServerDied(None, f"{self._servers[i].name} died: its engine has ended")
-        except RolloutError as error:
-            self._note(i, error)
-
-    def _note(self, i: int, error: Exception) -> None:
-        """Leave server `i` out from now on if that is what `error` means."""
-        if isinstance(error, ServerDied):
-            if i in self._spread.load and not self._closed:
-                logger.error("%s; it gets no more requests", error)
-            self._spread.drop(i)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise RolloutError(None, "the servers are closed; start others")
-        if not self._spread.load:
-            raise ServerDied(None, f"no server is left: {', '.join(server.name for server in self._servers)} died")
-
-    async def _come_up(self, settings: ServerSettings, placements: Sequence[Placement], timeout_s: float) -> None:
-        """Wait until every server has loaded its model."""
-        processes = [asyncio.create_task(server.call("alive")) for server in self._servers]
-        starts = [asyncio.create_task(server.start()) for server in self._servers]
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.gather(*starts)
+            async with asyncio.timeout(limit):
+                try:
+                    return await server.call(method, *arguments)
+                except RolloutError as error:
+                    if isinstance(error, ServerDied) or await self._fleet.lives(server):
+                        raise
+                    raise ServerDied(None, f"{server.name} died: {error.message}") from error
         except TimeoutError as error:
-            states = [
-                f"{server.name} is loading {settings.model_path}"
-                if process.done()
-                else f"{server.name} has no process yet, as it needs {placement.needs()}"
-                for server, placement, process, start in zip(self._servers, placements, processes, starts, strict=True)
-                if start.cancelled()
-            ]
-            raise TimeoutError(f"not up after {timeout_s:g} s: {'; '.join(states)}") from error
-        finally:
-            for task in (*processes, *starts):
-                task.cancel()
-            await asyncio.gather(*processes, *starts, return_exceptions=True)
-
-    def _kill(self) -> None:
-        for server in self._servers:
-            server.kill()
-
-
-def _put(tensors: Mapping[str, Any]) -> ray.ObjectRef:
-    """`tensors` in Ray's object store."""
-    import ray
-
-    return ray.put(pack(tensors))
+            key = f"{DiffusionRolloutConfig.KEY}.sync_timeout_s={limit:g}"
+            raise ServerDied(None, f"{server.name} did not answer {method} for {limit:g} s ({key})") from error

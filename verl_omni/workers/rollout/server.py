@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.external_lib import import_external_lib
-from verl_omni.workers.rollout.launch import import_engine
+from verl_omni.workers.rollout.launch import START_TIMEOUT, import_engine
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter, WeightsFile, in_thread, remove_staged, staged_weights
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from verl_omni.pipelines.stats import RolloutStats
+
+WATCH_S = 1.0
+"""How often a server looks whether its engine still runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +75,8 @@ class RolloutServer:
     def __repr__(self) -> str:
         return self._name  # Ray puts it before each line that this process prints
 
-    async def start(self) -> str:
-        """Load the model; returns the id of the node, in Ray, on which it is.
+    async def start(self, timeout_s: float) -> str:
+        """Load the model, within `timeout_s`; returns the id of the node, in Ray, on which it is.
 
         Raises ConfigError for the external module, and what :meth:`RolloutEngine.start` raises.
         """
@@ -86,7 +90,7 @@ class RolloutServer:
             plan=dataclasses.replace(settings.plan, notes=()),  # the same in all servers: the driver logs them
             adapter=settings.adapter,
             dtype=settings.dtype,
-            engine_kwargs=_engine_kwargs(settings),
+            engine_kwargs={START_TIMEOUT: math.ceil(timeout_s), **_engine_kwargs(settings)},
             merge_lora=settings.merge_lora,
         )
         return _node()
@@ -160,6 +164,12 @@ class RolloutServer:
     async def stats(self, reset: bool = False) -> RolloutStats:
         """What the engine counted since the start or the last reset."""
         return await self._engine.stats(reset)
+
+    async def ended(self) -> str:
+        """Wait until the engine has ended; returns so in words. If the process ends, Ray tells who waits."""
+        while await self.alive():
+            await asyncio.sleep(WATCH_S)
+        return "its engine has ended"
 
     async def alive(self) -> bool:
         """Whether the engine has started and still runs."""

@@ -2,8 +2,8 @@
 
 A group's requests share their prompt, which is encoded once where they meet: a group goes to one server as a whole. The
 groups of a step are dealt out in one go, the costliest first (else in their order), each to the server with the least
-work in flight, the first of those that have equally little. What is dealt stays where it is. This can only cost time:
-a request brings its seed, so it gives the same wherever it runs.
+work in flight, the first of those that have equally little. What is dealt stays where it is, unless its server dies.
+This can only cost time: a request brings its seed, so it gives the same wherever it runs.
 
 Work is counted in denoising steps of rows.
 """
@@ -48,6 +48,10 @@ class LoadSpread:
     def drop(self, server: int) -> None:
         """`server` gets nothing any more. Dropping it twice is no error."""
         self._load.pop(server, None)
+
+    def join(self, server: int) -> None:
+        """`server`, which was dropped, gets its share again."""
+        self._load[server] = 0
 
 
 def work(request: RolloutRequest) -> int:

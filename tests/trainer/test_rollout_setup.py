@@ -105,5 +105,5 @@ def test_the_memory_is_all_that_the_device_has_and_unknown_on_a_cpu(monkeypatch)
 
 
 def test_an_empty_folder_of_profiles_is_an_error(resolve):
-    with pytest.raises(ConfigError, match=r"the folder holds no \.json file"):
+    with pytest.raises(ConfigError, match=r"the folder holds no profile"):
         resolve()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from vllm_omni.diffusion.compile import regionally_compile
-from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+if TYPE_CHECKING:
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
 
 GRAPHS_A_FUNCTION = 64
 """torch._dynamo gives a function up after 8 graphs by default and runs it eagerly from then on, without an error. The
@@ -26,6 +28,8 @@ def compile_modules(
 
     `others` take one tensor [B, ...], most often of `full_batch` rows.
     """
+    from vllm_omni.diffusion.compile import regionally_compile
+
     dynamic = od_config.diffusion_compile_dynamic
     for transformer in transformers:
         if od_config.diffusion_compile_granularity == "full":

@@ -52,8 +52,17 @@ def once(function, error, *, when=lambda *args: True):
     return called
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ValueError("odd"), SystemExit("stop")], ids=repr)
-@pytest.mark.parametrize("place", ["gather", "velocity", "noise and step", "finite", "host"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("gather", torch.OutOfMemoryError("full")),
+        ("velocity", SystemExit("stop")),
+        ("noise and step", torch.OutOfMemoryError("full")),
+        ("finite", ValueError("odd")),
+        ("host", torch.OutOfMemoryError("full")),
+    ],
+    ids=str,
+)
 def test_the_others_finish_as_if_nothing_had_happened(monkeypatch, engine, requests, undisturbed, place, error):
     pipeline = engine.pipeline
     if place == "gather":

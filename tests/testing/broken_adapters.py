@@ -36,8 +36,11 @@ class RoundedLatents(QwenImageRollout):
 class FailsTogether(QwenImageRollout):
     """Lets one bad forward fail every request of the batch."""
 
-    def _velocity(self, batch):
-        return self.guided_velocity(batch)
+    def advance(self, states):
+        batch = self._batch = self._batch or self.gather(states)
+        velocity = self.guided_velocity(batch)
+        batch.advance(velocity)
+        return velocity
 
 
 class RoundedTimesteps(QwenImageRollout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 
@@ -50,6 +51,11 @@ async def all_up(replicas: RolloutReplicas) -> None:
     await replicas.wake_up()
 
 
+def warnings_of(caplog) -> list[str]:
+    """What was warned of; the plan's lines are told too where another test has turned them on."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 async def test_what_a_dead_server_leaves_behind_is_run_by_those_that_live(script, start, caplog):
     async with await start(2) as replicas:
         script.kills["y"] = 1
@@ -61,7 +67,7 @@ async def test_what_a_dead_server_leaves_behind_is_run_by_those_that_live(script
         assert replicas.recovery() == Recovery()
         assert versions(await gather(replicas, "cd", "uv")) == {0}
         assert script.made[2].methods().count("generate") == 1  # it gets its share again
-    died, serves = caplog.messages
+    died, serves = warnings_of(caplog)
     assert died == f"{SECOND} died: y killed it; requests run again: 2; a fresh server takes its place"
     assert re.fullmatch(rf"{SECOND} serves again, \d+\.\d s after it died", serves)
 

@@ -62,7 +62,7 @@ class Servers:
 
 def start_ray(replicas: int) -> None:
     """Start a Ray of this process's own unless one runs."""
-    prepare_process("cuda" if torch.cuda.is_available() else "cpu")
+    prepare_process("cuda" if torch.cuda.is_available() else "cpu", own_ray=True)
     import ray
 
     if not ray.is_initialized():

@@ -82,16 +82,16 @@ async def test_each_server_has_a_gpu_where_there_are_some_and_ray_is_started_unl
 
     started: list[tuple[object, list[Placement]]] = []
     rays: list[dict[str, Any]] = []
-    prepared: list[str] = []
+    prepared: list[tuple[str, bool]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(servers, "prepare_process", prepared.append)
+    monkeypatch.setattr(servers, "prepare_process", lambda device, *, own_ray: prepared.append((device, own_ray)))
     monkeypatch.setattr(servers.RolloutReplicas, "start", start)
     monkeypatch.setattr("ray.is_initialized", lambda: running)
     monkeypatch.setattr("ray.init", lambda **given: rays.append(given))
     settings: Any = object()
     await Servers.start(settings, 300)
     assert started == [(settings, [Placement(num_cpus=1, num_gpus=int(cuda))] * 300)]
-    assert prepared == ["cuda" if cuda else "cpu"]
+    assert prepared == [("cuda" if cuda else "cpu", True)]
     assert [(ray["address"], ray["num_cpus"]) for ray in rays] == ([] if running else [("local", 300)])
 
 

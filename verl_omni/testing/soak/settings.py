@@ -7,32 +7,21 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.testing.soak.faults import FAULTS
 from verl_omni.testing.soak.workload import WorkloadSettings
 from verl_omni.workers.rollout.plan import RolloutMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoakSettings:
+class SoakSettings(WorkloadSettings):
     """What a soak does. Counts are those of all seeds together."""
 
     family: str = "qwen_image"
+    """Key of ``CFG_KEYS``."""
+    requests: int = 200
     mode: RolloutMode = RolloutMode.STEP_WISE
     executor: str = "uni"
     """"uni" (the worker in this process) or "mp" (a process that can be killed)."""
-    requests: int = 200
     seeds: tuple[int, ...] = (0,)
-    faults: float = 0.05
-    """Share of requests that are wrong."""
-    kinds: tuple[str, ...] = tuple(FAULTS)
-    """How: keys of ``FAULTS``."""
-    aborts: float = 0.05
-    """Share of requests that are stopped."""
-    swaps: int = 4
-    sleeps: int = 2
-    kills: int = 0
-    check: float = 0.25
-    """Share of requests whose result is compared with their solo run."""
     cap: int = 8
     """``max_num_seqs``."""
     deadline_s: float = 120.0
@@ -53,23 +42,18 @@ class SoakSettings:
     @property
     def command(self) -> str:
         """The command that does this."""
-        fields = {field.name: field.default for field in dataclasses.fields(self)}
-        told = {name: getattr(self, name) for name in fields}
-        flags = {name: told[name] for name in fields if name in ALWAYS_TOLD or told[name] != fields[name]}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in FLAGS}
+        flags = {name: v for name, v in values.items() if name in ALWAYS_TOLD or v != defaults[name]}
         flags["mode"] = self.mode.value
         words = [str(w) for name, v in flags.items() for w in (FLAGS[name], *(v if isinstance(v, tuple) else (v,)))]
         return shlex.join(["python", "-m", "verl_omni.testing.soak", *words])
 
-    def workload(self) -> WorkloadSettings:
-        """Of the one seed that this is about."""
-        names = [f.name for f in dataclasses.fields(WorkloadSettings)]
-        return WorkloadSettings(**{name: getattr(self, name) for name in names})
-
 
 ALWAYS_TOLD = ("family", "mode", "executor", "requests", "seeds")
 FLAGS = {
-    field.name: {"seeds": "--seed", "deadline_s": "--deadline"}.get(field.name, f"--{field.name}")
-    for field in dataclasses.fields(SoakSettings)
+    name: {"seeds": "--seed", "deadline_s": "--deadline"}.get(name, f"--{name}")
+    for name in dict.fromkeys([*ALWAYS_TOLD, *(field.name for field in dataclasses.fields(SoakSettings))])
 }
 """Setting → its option of the command."""
 COUNTS = ("requests", "swaps", "sleeps", "kills")

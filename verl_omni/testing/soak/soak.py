@@ -139,7 +139,7 @@ class Soak:
         begin = time.monotonic()
         await self._driver.install(Policy())
         to_compare: list[Flight] = []
-        for script in make_workload(settings.workload(), seed):
+        for script in make_workload(settings, seed):
             life = self._driver.life
             played = await self._driver.play(script)
             self._violated(seed, played.problems)

@@ -110,6 +110,8 @@ class _RolloutScheduling:
         return request_id
 
     def schedule(self) -> DiffusionSchedulerOutput:
+        if not self._waiting or self.num_running_requests() >= self.max_num_running_reqs:  # type: ignore[attr-defined]
+            return super().schedule()  # type: ignore[misc]  # nobody can be admitted: the order does not matter
         waiting = sorted((r for r in self._waiting if r in self._request_states), key=self._arrivals.__getitem__)
         keyed = [(request, self._request_states[request].sampling_params_key) for request in waiting]
         running = self._current_sampling_params_key()  # type: ignore[attr-defined]

@@ -62,9 +62,9 @@ class Rollout:
     next_latents: Tensor | None = None
     """[n, ...]: taken in ``denoise_step``, committed in ``step_scheduler``."""
     media: Tensor | None = None
-    """[n, 3, H, W] uint8, or the final latents; there once the last step is taken."""
+    """[n, 3, H, W] uint8, or the final latents; there once the last step is taken, and on the host after that."""
     finite: Tensor | None = None
-    """[n] bool on the device."""
+    """[n] bool, where `media` is: whether the final latents are finite."""
     error: Exception | None = None
     """Set when the shared forward or decode failed for this request alone; raised by the next per-request stage."""
 

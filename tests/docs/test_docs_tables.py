@@ -193,7 +193,8 @@ def test_the_defaults_of_the_adapters_are_those_of_the_table():
         values = (cls.default_steps, cls.default_cfg_scale, cls.default_text_length, cls.text_limit)
         assert tuple(cells) == tuple(map(str, values))
     decode_rows = next(row for row in table(BATCHING, "what").rows if row[0] == "decoding")[2]
-    assert decode_rows.endswith(f": {VllmOmniPipelineBase.decode_rows}")
+    sd3 = VllmOmniPipelineBase.get_class("StableDiffusion3Pipeline")
+    assert decode_rows.endswith(f": {VllmOmniPipelineBase.decode_rows}; of SD3.5: {sd3.decode_rows}")
 
 
 def test_the_limits_of_a_request_are_those_of_the_page():

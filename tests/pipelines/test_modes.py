@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from verl_omni.pipelines.registry import AdapterRegistry
+from verl_omni.testing.expectations import facts
 from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
@@ -43,7 +44,7 @@ def same(outputs, wanted, atol):
         for name in ("trajectory_latents", "trajectory_log_probs"):
             torch.testing.assert_close(getattr(a, name), getattr(b, name), atol=atol, rtol=0)
         assert torch.equal(a.trajectory_timesteps, b.trajectory_timesteps)
-        assert a.multimodal_output["metadata"]["rl"] == b.multimodal_output["metadata"]["rl"]
+        assert facts(a) == facts(b)
         assert int((a.images[0].int() - b.images[0].int()).abs().max()) <= (1 if atol else 0)
 
 

@@ -7,7 +7,10 @@ import base64
 import gzip
 import io
 import logging
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +22,14 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.reward_loop.items import item, noise, reward_config
-from verl_omni.reward_loop import RewardError, RewardManager
-from verl_omni.reward_loop.endpoint import MAX_WAIT_S, wait_before_retry
+from verl_omni.reward_loop import RewardError, RewardManager, endpoint
+from verl_omni.reward_loop.endpoint import MAX_WAIT_S, Outage, wait_before_retry
 from verl_omni.reward_loop.item import ScoreError
 from verl_omni.reward_loop.vlm import fill_template, read_answer
 from verl_omni.workers.config.scorers import HttpConfig
 
 SECRET = "sk-do-not-tell"
+DOWN_S = 20.0
 Reply = web.Response | Callable[[web.Request], Awaitable[web.Response]]
 
 
@@ -147,7 +151,7 @@ async def test_nobody_listening_is_tried_again_too(unused_tcp_port):
     ("reply", "reason"),
     [
         (web.Response(status=400, text="no such model"), "was refused with status 400: no such model"),
-        (web.Response(status=401), "was refused with status 401: "),
+        (web.Response(status=401), "was refused with status 401:"),
         (web.Response(status=302, headers={"Location": "/other"}), "was refused with status 302"),
         (web.Response(text="<html>"), "gave a reply that is no JSON: <html>"),
         (web.Response(body=b"\xff\xfe"), "gave a reply that is no JSON"),
@@ -217,10 +221,65 @@ async def test_what_the_address_holds_is_not_told_when_it_is_repeated(service):
         await service.score(url=f"{service.url}/score?user=abc%2Fdef%3D")
 
 
-def test_the_default_retries_bridge_20_seconds_in_which_nothing_answers():
-    config = HttpConfig(url="http://a/")
-    waits = [config.retry_wait_s * 2**attempt for attempt in range(config.retries)]
-    assert sum(waits) * 0.5 > 20
+async def test_the_defaults_bridge_20_seconds_in_which_nothing_answers_and_the_log_has_two_lines(
+    service, monkeypatch, caplog
+):
+    """The waits are the shortest that may be drawn, on a clock that is moved by hand."""
+    waited: list[float] = []
+
+    def shortest_wait(attempt: int, first_s: float) -> float:
+        waited.append(0.5 * first_s * 2 ** (attempt - 1))
+        return 0.0
+
+    async def down(request: web.Request) -> web.Response:
+        return scored(0.5) if sum(waited) >= DOWN_S else await hang_up(request)
+
+    monkeypatch.setattr(endpoint, "wait_before_retry", shortest_wait)
+    monkeypatch.setattr(endpoint, "time", SimpleNamespace(monotonic=lambda: sum(waited)))
+    service.replies = [down]
+    defaults = {"retry_wait_s": HttpConfig.retry_wait_s, "timeout_s": HttpConfig.timeout_s}
+    assert await service.score(retries=HttpConfig.retries, **defaults) == 0.5
+    scorer, after = f"scorer {service.url}/score", f"{sum(waited):.1f} s after it first did not"
+    assert told(caplog) == [
+        f"{scorer} is down, it is tried again: ServerDisconnectedError: Server disconnected",
+        f"{scorer} answers again, {after}; failed attempts: {len(waited)}",
+    ]
+
+
+async def test_an_outage_of_many_images_is_told_once_and_the_next_one_again(service, caplog):
+    tried: Counter[str] = Counter()
+
+    async def down_twice(request: web.Request) -> web.Response:
+        name = (await request.json())["request_id"]
+        tried[name] += 1
+        return web.Response(status=503, text="<p>\n busy\n") if max(tried.values()) < 4 else scored(1)
+
+    service.replies = [down_twice]
+    options = {"type": "http", "url": f"{service.url}/score", "retry_wait_s": 0}
+    async with RewardManager(reward_config(scorers={"judge": options})) as manager:
+        for number in (1, 2):
+            tried.clear()
+            await asyncio.gather(*(manager.score(item(request_id=str(i))) for i in range(8)))
+            lines = told(caplog)
+            assert len(lines) == 2 * number
+            assert lines[-2].endswith("is down, it is tried again: status 503: <p> busy")
+            assert re.search(r"answers again, \d+\.\d s after it first did not; failed attempts: \d+$", lines[-1])
+
+
+def test_failures_among_answers_are_no_outage(caplog):
+    outage = Outage("http://a/")
+    seen = outage.failed("busy", None)
+    for _ in range(3):
+        outage.answered()  # another request
+        seen = outage.failed("busy", seen)
+    assert told(caplog) == []
+    outage.failed("gone", seen)
+    assert told(caplog) == ["scorer http://a/ is down, it is tried again: gone"]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What a run's log shows."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_no_more_requests_at_a_time_than_allowed(service):

@@ -1,19 +1,28 @@
 """A sweep scores what arrives and leaves out what fails."""
 
 import asyncio
+import re
 
 import pytest
 
 from tests.trainer.samples import scored
 from verl_omni.reward_loop.item import RewardError, RewardResult
-from verl_omni.trainer.diffusion.collect import collect
+from verl_omni.trainer.diffusion.collect import MAX_TOLD, collect
+from verl_omni.trainer.diffusion.data import PromptGroup
 from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.trainer.prompts import PromptRow
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
 
-GROUPS = {uid: [RolloutRequest(request_id=f"{uid}-{k}") for k in range(2)] for uid in ("p0", "p1")}
+
+def group(uid: str, samples: int = 2) -> PromptGroup:
+    row = PromptRow(values={}, source=f"prompts.txt:{uid}")
+    return PromptGroup(uid=uid, row=row, requests=[RolloutRequest(request_id=f"{uid}-{k}") for k in range(samples)])
 
 
-async def reward(uid, request, sample):
+GROUPS = [group(uid) for uid in ("p0", "p1")]
+
+
+async def reward(group, request, sample):
     return RewardResult(total=float(request.request_id[-1]), parts={})
 
 
@@ -42,7 +51,7 @@ async def test_samples_come_back_in_the_order_of_the_requests():
 async def test_scoring_goes_on_while_others_are_generated():
     started = asyncio.Event()
 
-    async def score(uid, request, sample):
+    async def score(group, request, sample):
         started.set()
         return RewardResult(total=0.0, parts={})
 
@@ -55,29 +64,51 @@ async def test_scoring_goes_on_while_others_are_generated():
 
 
 async def test_what_fails_is_left_out_and_told(caplog):
-    async def score(uid, request, sample):
+    async def score(group, request, sample):
         if request.request_id == "p1-0":
             raise RewardError("ocr", request.request_id, "no such text")
-        return await reward(uid, request, sample)
+        return await reward(group, request, sample)
 
     arrived = [RolloutError("p0-0", "prompt too long"), sample("p0-1"), sample("p1-0"), sample("p1-1")]
     sweep = await collect(GROUPS, generating(*arrived), score)
     assert [item.sample.request_id for item in sweep.samples] == ["p0-1", "p1-1"]
-    assert len(sweep.failures) == 2
-    assert "2 of 4 left out; the first: request 'p0-0': prompt too long" in caplog.text
-    assert "no such text" in sweep.failures[1]
+    assert list(sweep.failures) == ["p0-0", "p1-0"]
+    assert caplog.messages == [
+        "left out: 1 of 2 images of prompts.txt:p0 (p0): prompt too long",
+        "left out: 1 of 2 images of prompts.txt:p1 (p1): reward scorer ocr: no such text",
+    ]
+
+
+async def test_what_has_one_reason_is_told_in_one_line(caplog):
+    groups = [group(f"p{i}") for i in range(2 * MAX_TOLD + 4)]
+
+    async def generate(requests):
+        for place, (first, second) in enumerate(requests):
+            yield sample(first.request_id)
+            if place < MAX_TOLD + 1:
+                yield RolloutError(second.request_id, "no\n  memory")
+            else:
+                yield RolloutError(second.request_id, f"reason {place}")
+
+    await collect(groups, generate, reward)
+    named = ", ".join(f"prompts.txt:p{i} (p{i})" for i in range(MAX_TOLD))
+    first, *others, rest = caplog.messages
+    assert first == f"left out: {MAX_TOLD + 1} of {2 * MAX_TOLD + 2} images of {named} and 1 more: no memory"
+    assert all(re.fullmatch(r"left out: 1 of 2 images of prompts.txt:p\d+ \(p\d+\): reason \d+", o) for o in others)
+    assert len(others) == MAX_TOLD - 1
+    assert rest == "left out: 4 more images, for 4 other reasons"
 
 
 async def test_when_most_fails_the_sweep_does():
     arrived = [RolloutError(f"p0-{k}", "no memory") for k in range(2)] + [RolloutError("p1-0", "no memory")]
-    with pytest.raises(TrainingError, match=r"3 of 4 requests failed; the first: .*no memory"):
+    with pytest.raises(TrainingError, match=r"^3 of 4 requests failed; left out: 3 of 4 .*: no memory$"):
         await collect(GROUPS, generating(*arrived, sample("p1-1")), reward)
 
 
 async def test_an_engine_that_breaks_off_ends_the_scoring_too():
     cancelled = asyncio.Event()
 
-    async def score(uid, request, sample):
+    async def score(group, request, sample):
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

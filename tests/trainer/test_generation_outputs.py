@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,6 +104,21 @@ def test_report(tmp_path):
     assert report["encodes"] == {"requested": 5, "computed": 3}
     assert report["failed"] == [{"id": "0000-01", "error": "too long"}]
     assert "max_num_seqs=4" in report["reason"]
+
+
+def test_the_report_tells_how_long_each_size_waited(tmp_path):
+    waits = {"a": (64, 0.5), "b": (32, 2.0), "c": (64, 1.5)}
+    results = [
+        (RolloutRequest(request_id=name, width=width, height=32), replace(sample(name), queue_wait_s=wait))
+        for name, (width, wait) in waits.items()
+    ]
+    failed = (RolloutRequest(request_id="d", width=16, height=32), RolloutError("d", "too long"))
+    report = REPORT.as_dict([*results, failed])
+    assert report["queue_wait_s"] == {
+        "64x32": {"requests": 2, "mean": (0.5 + 1.5) / 2, "max": 1.5},
+        "32x32": {"requests": 1, "mean": 2.0, "max": 2.0},
+    }
+    assert {row["id"]: row["queue_wait_s"] for row in report["samples"]} == {n: wait for n, (_, wait) in waits.items()}
 
 
 def test_an_older_run_is_replaced_and_other_files_are_left_alone(tmp_path):

@@ -306,6 +306,9 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path, monkeypatch, caplog):
     assert report["batch_sizes"] == {"1": 16}
     assert report["encodes"] == {"requested": 4, "computed": 2}
     assert report["peak_memory_mb"] > 0
+    (size, waits), *others = report["queue_wait_s"].items()
+    assert (size, waits["requests"], others) == ("64x64", 4, [])
+    assert waits["max"] == max(row["queue_wait_s"] for row in report["samples"]) > 0
     assert images(tmp_path / "serial") == ids
     assert [row["seed"] for row in report["samples"]] == [request_seed(42, row) for row in range(4)]
     assert serial["0000-00/latents"].shape[0] == 1 + len(serial["0000-00/log_probs"]) == 4

@@ -21,6 +21,7 @@ from verl_omni.trainer.diffusion.metrics import (
     Stopwatch,
     advantage_metrics,
     log_prob_gap_metrics,
+    queue_wait_metrics,
     reward_metrics,
     rollout_metrics,
     timing_metrics,
@@ -113,7 +114,16 @@ def test_advantages_may_have_one_value_a_sample():
 
 
 def test_batches_are_those_that_ran():
-    assert rollout_metrics(STATS, policy_version=7, failed=1, requests_retried=3, servers_restarted=2) == {
+    told = {
+        "policy_version": 7,
+        "succeeded": 6,
+        "failed": 2,
+        "aborted": 1,
+        "requests_retried": 3,
+        "servers_restarted": 2,
+        "peak_memory_mb": 12.5,
+    }
+    assert rollout_metrics(STATS, **told) == {
         "rollout/batch_size_mean": (3 * 16 + 2 * 1) / 5,
         "rollout/batch_size_max": 16,
         "rollout/forwards": 5,
@@ -127,12 +137,27 @@ def test_batches_are_those_that_ran():
         "rollout/transfer_s": 0,
         "rollout/compiled_graphs": 4,
         "rollout/out_of_memory": 1,
-        "rollout/failed": 1,
-        "rollout/requests_retried": 3,
-        "rollout/servers_restarted": 2,
-        "rollout/policy_version": 7,
+        **{f"rollout/{name}": value for name, value in told.items()},
     }
     assert rollout_metrics(RolloutStats(), policy_version=0)["rollout/batch_size_mean"] == 0
+
+
+def test_waits_are_told_over_all_and_by_size_where_there_are_several():
+    waits = {"64x32": [1.0, 2.0, 6.0], "32x32": [3.0]}
+    assert queue_wait_metrics(waits) == {
+        "rollout/queue_wait_s_mean": (1 + 2 + 6 + 3) / 4,
+        "rollout/queue_wait_s_max": 6,
+        "rollout/queue_wait_s_mean_64x32": 3,
+        "rollout/queue_wait_s_max_64x32": 6,
+        "rollout/queue_wait_s_mean_32x32": 3,
+        "rollout/queue_wait_s_max_32x32": 3,
+    }
+    assert queue_wait_metrics({"64x32": [1.0, 2.0]}) == {
+        "rollout/queue_wait_s_mean": 1.5,
+        "rollout/queue_wait_s_max": 2,
+    }
+    with pytest.raises(ValueError, match="no wait"):
+        queue_wait_metrics({})
 
 
 def test_stopwatch_adds_up_stages_also_when_they_raise():
@@ -176,10 +201,11 @@ def emitted() -> set[str]:
         *advantage_metrics(log_probs),
         *log_prob_gap_metrics(log_probs, log_probs, log_probs.long()),
         *rollout_metrics(STATS, policy_version=0),
+        *queue_wait_metrics({"<size>": [1.0], "64x32": [1.0]}),
         *timing_metrics(watch, images=1),
         *(f"actor/{name}" for name in FROM_THE_WORKER | loss.keys()),
     ]
-    return {re.sub(r"step_\d+$", "step_<k>", name) for name in names}
+    return {re.sub(r"step_\d+$", "step_<k>", name) for name in names if "64x32" not in name}
 
 
 def test_the_page_explains_every_metric_and_no_other():

@@ -17,7 +17,8 @@ from tests.docs.pages import DOCS, code_spans, table
 from tests.trainer.samples import scored
 from verl_omni.pipelines.stage_clock import ROLLOUT_STAGES
 from verl_omni.pipelines.stats import RolloutStats
-from verl_omni.trainer.prometheus import MAX_SIZES, MIB, OUTCOMES, PREFIX, NoMetrics, PrometheusMetrics, served_metrics
+from verl_omni.trainer.prometheus import MIB, OUTCOMES, PREFIX, NoMetrics, PrometheusMetrics, served_metrics
+from verl_omni.trainer.sizes import MAX_SIZES
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
 
@@ -96,6 +97,19 @@ def test_what_the_engines_counted_is_added_up(registry, metrics):
     assert figure(registry, "out_of_memory_total") == 2 * STATS.out_of_memory
     for stage, seconds in STATS.stage_s.items():
         assert figure(registry, "stage_seconds_total", stage=stage) == 2 * seconds
+
+
+async def test_the_wait_of_each_sample_is_told_by_size(registry, metrics):
+    waits = {"a": 0.02, "b": 2.0, "c": 20.0}
+    asked = [*requests("a", "b"), *requests("c", "d", width=32)]
+    given = [scored(name).sample for name in waits]
+    for sample, wait in zip(given, waits.values(), strict=True):
+        sample.queue_wait_s = wait
+    await drain(metrics.watched(asked, results(*given, RolloutError("d", "over-long prompt"))))
+    for size, names in {"64x32": "ab", "32x32": "c"}.items():
+        assert figure(registry, "queue_wait_seconds_count", size=size) == len(names)
+        assert figure(registry, "queue_wait_seconds_sum", size=size) == sum(waits[name] for name in names)
+    assert figure(registry, "queue_wait_seconds_bucket", size="64x32", le="0.03") == 1
 
 
 async def test_memory_is_the_peak_and_the_version_the_latest(registry, metrics):

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import DOCS
 from tests.trainer import dying_reward
+from tests.trainer.failing_scorer import failing_scorer
 from tests.trainer.machines import two_machines
-from verl_omni.testing.tiny_training import LEARNING, MODES, history, overrides
+from verl_omni.testing.tiny_training import LEARNING, MODES, PROMPTS, history, overrides
 from verl_omni.trainer.main_diffusion import main
+from verl_omni.workers.config.scorers import HttpConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-SHORT, LONG = 5, 30
+SHORT, LONG, UNDER_FIRE = 5, 30, 8
+DEATHS, DOWN_IN_STEP, DOWN_S = (3, 7), 5, 20.0
+"""Steps of the run under fire in which its engine is killed, and the one in which its scorer is down, for how long."""
 SETTINGS = (*LEARNING, "actor.use_kl_loss=true", "actor.kl_loss_coef=0")  # the KL is measured, and changes nothing
 BATCHED = {"qwen_image": "step_wise", "sd3": "request_level"}
 """The mode in which a model's long run is: that of its example script."""
+SERVER = "vllm_omni_server_0_0"
+EVENTS = {
+    "died": rf"ERROR {SERVER} died: .*; requests run again: \d+; a fresh server takes its place",
+    "serves again": rf"WARNING {SERVER} serves again, \d+\.\d s after it died",
+    "down": r"WARNING scorer http://\S+ is down, it is tried again: \w+: .*",
+    "answers again": r"WARNING scorer http://\S+ answers again, \d+\.\d s after it first did not; failed attempts: \d+",
+    "left out": r"ERROR left out: 4 of 4 images of \S+ \(s\d-p004\): the prompt has \d+ tokens after the template, "
+    r"above max_sequence_length=32; shorten it, .*",
+}
+"""What happens under fire, in the order of the page → the line that tells it."""
 History = dict[int, dict[str, float]]
 only_qwen = pytest.mark.parametrize("model", ["qwen_image"], indirect=True)
 
@@ -88,30 +108,90 @@ def test_batches_are_what_the_mode_says(histories):
         assert histories[mode][1]["rollout/batch_size_mean"] == 16
 
 
+@dataclass
+class UnderFire:
+    """A run whose engine dies twice, whose scorer is down for a while, with a prompt that can't be served; killed."""
+
+    arguments: list[str]
+    folder: Path
+    poisoned: str
+    """Where that prompt stands."""
+    scorer: str
+    """Address."""
+    status: int
+    lines: list[str]
+    """Its log, from warnings on."""
+
+
+@pytest.fixture(scope="module")
+def under_fire(model, tmp_path_factory) -> Iterator[UnderFire]:
+    folder = tmp_path_factory.mktemp("under_fire")
+    prompts = folder / "poisoned.txt"
+    prompts.write_text("\n".join([*PROMPTS, "word " * 33]))
+    for step in DEATHS:
+        (folder / f"s{step}").touch()
+    with failing_scorer(DOWN_IN_STEP, attempts_within(DOWN_S)) as address:
+        arguments = overrides(
+            folder,
+            model,
+            *MODES["step_wise"],
+            *SETTINGS,
+            steps(UNDER_FIRE),
+            f"data.train_files={prompts}",
+            "data.train_batch_size=5",
+            "model.algorithm=dying",
+            f"rollout.external_lib={Path(__file__).with_name('dying_engine.py')}",
+            f"reward.custom_reward_function.path={dying_reward.__file__}",
+            f"reward.scorers.far={{type:http,url:'{address}',retry_wait_s:0}}",
+            "trainer.save_freq=1",
+            "trainer.max_actor_ckpt_to_keep=1",
+        )
+        killed = run(arguments, DEATHS=str(folder), DIE_IN_STEP=str(UNDER_FIRE))
+        lines = [line for line in killed.stderr.splitlines() if line.startswith(("WARNING ", "ERROR "))]
+        yield UnderFire(arguments, folder, f"{prompts}:{len(PROMPTS) + 1}", address, killed.returncode, lines)
+
+
+def attempts_within(seconds: float) -> int:
+    """Most attempts of a scorer's request in that time, with the default settings: with the shortest waits."""
+    waits = [HttpConfig.retry_wait_s * 2**k / 2 for k in range(HttpConfig.retries)]
+    return sum(begun < seconds for begun in accumulate(waits, initial=0.0))
+
+
 @only_qwen
-def test_a_run_outlives_its_server_and_when_it_is_killed_goes_on_from_its_last_checkpoint(
-    histories, model, tmp_path, caplog
-):
-    arguments = overrides(
-        tmp_path,
-        model,
-        *MODES["step_wise"],
-        *SETTINGS,
-        steps(SHORT),
-        "trainer.save_freq=1",
-        "trainer.max_actor_ckpt_to_keep=1",
-        f"reward.custom_reward_function.path={dying_reward.__file__}",
-    )
-    killed = run(arguments, KILL_SERVER_IN_STEP="2", DIE_IN_STEP="4")
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    deaths = {k: row["rollout/servers_restarted"] for k, row in history(tmp_path).items()}
-    assert deaths == {1: 0, 2: 1, 3: 0}
-    for told in ("vllm_omni_server_0_0 died: ", "vllm_omni_server_0_0 serves again, "):
-        assert len([line for line in killed.stderr.splitlines() if told in line]) == 1
-    assert main(arguments) == 0
-    assert "going on after step 3" in caplog.text
-    resumed, whole = history(tmp_path), histories["step_wise"]
-    assert sorted(resumed) == list(range(1, SHORT + 1))
+def test_a_run_under_fire_goes_on_and_tells_each_event_in_one_line(under_fire):
+    assert under_fire.status == -signal.SIGKILL, under_fire.lines
+    told = Counter(map(event_of, under_fire.lines))
+    others = told.pop(None, 0)
+    assert told == {"died": 2, "serves again": 2, "down": 1, "answers again": 1, "left out": UNDER_FIRE - 1}
+    names = (SERVER, under_fire.scorer, under_fire.poisoned)
+    assert len([line for line in under_fire.lines if not any(name in line for name in names)]) == others
+    for step in range(1, UNDER_FIRE):
+        assert len([line for line in under_fire.lines if f"{under_fire.poisoned} (s{step}-p004): " in line]) == 1
+
+
+def test_the_lines_that_the_page_shows_are_of_these_kinds():
+    shown = re.findall(r"^(?:ERROR|WARNING) .*$", (DOCS / "start/quickstart.md").read_text(), re.MULTILINE)
+    assert [event_of(line) for line in shown] == list(EVENTS)
+
+
+def event_of(line: str) -> str | None:
+    """The kind of event that a line tells."""
+    return next((kind for kind, pattern in EVENTS.items() if re.fullmatch(pattern, line)), None)
+
+
+@only_qwen
+def test_a_killed_run_goes_on_from_its_last_checkpoint_as_if_nothing_had_been(histories, under_fire, caplog):
+    """The same is learnt as in a run without faults, and without the prompt that can't be served."""
+    before = history(under_fire.folder)
+    assert sorted(before) == list(range(1, UNDER_FIRE))
+    for k, row in before.items():
+        assert row["rollout/servers_restarted"] == (k in DEATHS)
+        assert (row["rollout/requests_retried"] >= 16) == (k in DEATHS)
+        assert row["rollout/failed"] == 4
+    assert main(under_fire.arguments) == 0
+    assert f"going on after step {UNDER_FIRE - 1}" in caplog.text
+    resumed, whole = history(under_fire.folder), histories["step_wise"]
+    assert sorted(resumed) == list(range(1, UNDER_FIRE + 1))
     for k in resumed:
         for name in (
             "reward/mean",
@@ -122,10 +202,10 @@ def test_a_run_outlives_its_server_and_when_it_is_killed_goes_on_from_its_last_c
             "actor/kl_loss",
         ):
             assert resumed[k][name] == pytest.approx(whole[k][name], rel=1e-3, abs=1e-6), (k, name)
-    assert [path.name for path in (tmp_path / "run").glob("global_step_*")] == [f"global_step_{SHORT}"]
-    assert main(arguments) == 0
-    assert f"all {SHORT} steps are done" in caplog.text
-    assert history(tmp_path) == resumed
+    assert [path.name for path in (under_fire.folder / "run").glob("global_step_*")] == [f"global_step_{UNDER_FIRE}"]
+    assert main(under_fire.arguments) == 0
+    assert f"all {UNDER_FIRE} steps are done" in caplog.text
+    assert history(under_fire.folder) == resumed
 
 
 @only_qwen

@@ -26,28 +26,35 @@ from verl_omni.trainer.diffusion.trainer import DiffusionTrainer
 from verl_omni.trainer.main_diffusion import CONFIG_NAME
 from verl_omni.trainer.prometheus import PREFIX, NoMetrics, PrometheusMetrics
 from verl_omni.workers.rollout.replicas import Recovery
-from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.request import ABORTED, RolloutError, RolloutRequest, RolloutSample
 
 verl = pytest.importorskip("verl")
 
 
 STATS = RolloutStats(waves=3)
+WAIT_S = [0.5 * place for place in range(16)]
+MEMORY_MB = [100.0 - place for place in range(16)]
 
 
 class Replicas:
-    """Rollout servers; the requests at the places in `failing` fail."""
+    """Rollout servers; the requests at the places in `failing` fail of `problem`."""
 
-    def __init__(self, failing: Sequence[int] = ()) -> None:
-        self._failing, self._version = failing, 0
+    def __init__(self, failing: Sequence[int] = (), problem: str = "it failed") -> None:
+        self._failing, self._problem, self._version = failing, problem, 0
 
     async def generate_groups(
         self, groups: Sequence[Sequence[RolloutRequest]]
     ) -> AsyncIterator[RolloutSample | RolloutError]:
         for place, request in enumerate(request for group in groups for request in group):
             if place in self._failing:
-                yield RolloutError(request.request_id, "it failed")
+                yield RolloutError(request.request_id, self._problem)
             else:
-                yield replace(scored(request.request_id).sample, policy_version=self._version)
+                yield replace(
+                    scored(request.request_id).sample,
+                    policy_version=self._version,
+                    peak_memory_mb=MEMORY_MB[place],
+                    queue_wait_s=WAIT_S[place],
+                )
 
     async def stats(self, *, reset: bool) -> RolloutStats:
         return STATS
@@ -136,7 +143,7 @@ def test_log_probs_and_update_get_one_batch_and_filling_counts_nowhere(tmp_path)
     logged = train(
         tmp_path,
         actors,
-        Replicas(failing=[5]),
+        Replicas(failing=[5], problem=ABORTED),
         "trainer.total_training_steps=1",
         "trainer.n_gpus_per_node=2",
         "actor.ppo_mini_batch_size=2",
@@ -158,7 +165,11 @@ def test_log_probs_and_update_get_one_batch_and_filling_counts_nowhere(tmp_path)
     assert metrics["advantage/mean"] == pytest.approx(expected.mean().item(), abs=1e-6)
     assert metrics["advantage/abs_mean"] == pytest.approx(expected.abs().mean().item())
     assert metrics["rollout/logp_gap_mean"] == pytest.approx(gap(recorded[kept]).mean().item(), rel=1e-3)
-    assert metrics["rollout/failed"] == 1
+    assert (metrics["rollout/succeeded"], metrics["rollout/failed"], metrics["rollout/aborted"]) == (15, 1, 1)
+    assert metrics["rollout/peak_memory_mb"] == max(MEMORY_MB[place] for place in range(16) if place != 5)
+    waits = [WAIT_S[place] for place in range(16) if place != 5]
+    assert metrics["rollout/queue_wait_s_mean"] == pytest.approx(sum(waits) / len(waits))
+    assert metrics["rollout/queue_wait_s_max"] == max(waits)
     assert (metrics["rollout/servers_restarted"], metrics["rollout/requests_retried"]) == (1, 3)
 
 

@@ -102,7 +102,7 @@ class FakeServer(ServerHandle):
 
     def _start(self, timeout_s: float) -> str:
         if self._script.starts and not self._script.starts.pop(0):
-            raise RolloutError(None, f"{self.name}: no memory")
+            raise RolloutError(None, f"{self.name}: no\n  memory")
         return "node"
 
     def _alive(self) -> bool:

@@ -95,7 +95,7 @@ async def test_an_engine_that_ends_without_its_process_is_a_death_too(script, st
 
 async def test_a_server_that_dies_while_nothing_runs_is_replaced(script, start, caplog):
     async with await start(2) as replicas:
-        script.made[1].die("out of memory")
+        script.made[1].die("out of\n memory")
         while len(script.made) < 3:
             await asyncio.sleep(0)
         await all_up(replicas)

@@ -33,8 +33,18 @@ PLAN = RolloutPlan(
 )
 
 
-def arguments(executor: str | None = None, **engine_kwargs):
-    return engine_arguments(PLAN, adapter="a.B", dtype="float32", executor=executor, engine_kwargs=engine_kwargs)
+def arguments(executor: str | None = None, masks_text: bool = True, **engine_kwargs):
+    return engine_arguments(
+        PLAN, adapter="a.B", dtype="float32", executor=executor, engine_kwargs=engine_kwargs, masks_text=masks_text
+    )
+
+
+def on_gpu(monkeypatch, *, major, cuda=True):
+    """As on a GPU of this major capability, with no backend named in the environment."""
+    capability = SimpleNamespace(major=major)
+    platform = SimpleNamespace(is_cuda=lambda: cuda, get_device_capability=lambda: capability)
+    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
+    monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
 
 
 def test_engine_arguments_follow_the_plan_exactly():
@@ -58,22 +68,35 @@ def test_what_contradicts_the_plan_is_refused(engine_kwargs, message):
 
 
 @pytest.mark.parametrize(
+    ("masks_text", "flash", "expected"),
+    [
+        (True, True, "CUDNN_ATTN"),
+        (True, False, "CUDNN_ATTN"),
+        (False, True, "FLASH_ATTN"),
+        (False, False, "CUDNN_ATTN"),
+    ],
+)
+def test_on_a_hopper_flash_attention_3_attends_where_no_text_is_masked_and_cudnn_elsewhere(
+    monkeypatch, masks_text, flash, expected
+):
+    on_gpu(monkeypatch, major=9)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if flash else None)
+    assert arguments(masks_text=masks_text)["diffusion_attention_backend"] == expected
+
+
+@pytest.mark.parametrize(
     ("cuda", "major", "variable", "engine_kwargs", "expected"),
     [
-        (True, 9, None, {}, "CUDNN_ATTN"),
         (True, 10, None, {}, None),
         (False, 9, None, {}, None),
         (True, 9, "TORCH_SDPA", {}, None),
         (True, 9, None, {"diffusion_attention_backend": "FLASH_ATTN"}, "FLASH_ATTN"),
     ],
 )
-def test_on_a_hopper_cudnn_attends_unless_another_backend_is_named(
+def test_elsewhere_and_where_a_backend_is_named_attention_is_left_alone(
     monkeypatch, cuda, major, variable, engine_kwargs, expected
 ):
-    capability = SimpleNamespace(major=major)
-    platform = SimpleNamespace(is_cuda=lambda: cuda, get_device_capability=lambda: capability)
-    monkeypatch.setattr("vllm.platforms.current_platform", platform, raising=False)
-    monkeypatch.delenv("DIFFUSION_ATTENTION_BACKEND", raising=False)
+    on_gpu(monkeypatch, major=major, cuda=cuda)
     if variable is not None:
         monkeypatch.setenv("DIFFUSION_ATTENTION_BACKEND", variable)
     assert arguments(**engine_kwargs).get("diffusion_attention_backend") == expected

@@ -54,6 +54,7 @@ def test_a_sample_arrives_with_storage_of_its_own():
         seed=3,
         policy_version=9,
         peak_memory_mb=1.5,
+        queue_wait_s=0.25,
     )
     back = unpack_sample(sent(pack_sample(sample))[0])
     for name in ("images", "trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
@@ -61,7 +62,8 @@ def test_a_sample_arrives_with_storage_of_its_own():
         getattr(back, name).zero_()  # writable
     assert torch.equal(back.prompt_embeddings["prompt_embeds"], sample.prompt_embeddings["prompt_embeds"])
     assert back.latents is None and back.sde_windows == [(0, 2)]
-    assert (back.request_id, back.seed, back.policy_version, back.peak_memory_mb) == ("r", 3, 9, 1.5)
+    assert (back.request_id, back.seed, back.policy_version) == ("r", 3, 9)
+    assert (back.peak_memory_mb, back.queue_wait_s) == (1.5, 0.25)
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))

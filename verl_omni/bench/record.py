@@ -119,7 +119,8 @@ def make_record(
 ) -> dict[str, Any]:
     """The whole record, as JSON has it."""
     options = bench.rollout.vllm_omni
-    attention = default_attention(options).get("diffusion_attention_backend", attention_backend(options))
+    chosen = default_attention(options, masks_text=getattr(bench.model.adapter, "masks_text", True))
+    attention = chosen.get("diffusion_attention_backend", attention_backend(options))
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d"),

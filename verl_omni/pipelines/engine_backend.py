@@ -1,7 +1,7 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
 Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
-subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in five things; any other pipeline is treated as
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in six things; any other pipeline is treated as
 by the stock engine.
 
 * **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more. Our adapters read
@@ -13,6 +13,7 @@ by the stock engine.
 * **Hooks.** Pixels leave the adapter finished, so the architecture's post-processing is not run on them.
 * **Validation.** Left to the adapter, so that a bad value reads the same in all modes. Only the seed is looked at here:
   in request mode the engine makes the generators of a whole batch before the adapter sees a request.
+* **Wait.** Goes with the rollout, as ``rl["queue_wait_s"]``; the engine's client drops the metrics that tell it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput, _AdmissionWaitDecision
+from vllm_omni.outputs import OmniRequestOutput
 
-from verl_omni.pipelines.diffusion_rollout_output import wrap_rollout_postprocessor
+from verl_omni.pipelines.diffusion_rollout_output import is_rollout_output, wrap_rollout_postprocessor
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.queue_order import QueueOrder
 
@@ -205,6 +208,11 @@ class RolloutDiffusionEngine(DiffusionEngine):
         if self._rollout and seed is not None and not (integer and 0 <= seed < _SEED_LIMIT):
             raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
         return super()._prepare_request_for_admission(request)
+
+    def postprocess_output(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> list[OmniRequestOutput]:
+        if is_rollout_output(output.output):
+            output.output["metadata"]["rl"]["queue_wait_s"] = (request.scheduler_queue_wait_ms or 0.0) / 1000
+        return super().postprocess_output(request, output)
 
 
 def is_rollout_adapter(od_config: Any) -> bool:

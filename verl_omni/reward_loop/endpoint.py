@@ -1,5 +1,6 @@
 """POSTs JSON and reads JSON, with a limit on everything: time, attempts, requests at a time, bytes of a reply.
 
+However many requests fail while a service is down, the log tells that in two lines: when it goes, and when it is back.
 Redirects are not followed, as they would take the image and the key elsewhere.
 """
 
@@ -10,6 +11,7 @@ import json
 import logging
 import os
 import random
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlsplit
@@ -36,6 +38,40 @@ class _PassingError(Exception):
     """Another attempt may succeed."""
 
 
+class Outage:
+    """Whether a service is down: a request failed twice in a row, and no other was answered between.
+
+    So a single failure among many answers is none, as of a service that is asked too often.
+    """
+
+    def __init__(self, shown_url: str) -> None:
+        self._shown_url = shown_url
+        self._is_down = False
+        self._answers = self._failures = 0
+        self._since = 0.0
+
+    def answered(self) -> None:
+        """A request was answered, with a score or not. Logs the end of an outage."""
+        if self._is_down:
+            seconds = time.monotonic() - self._since
+            text = "scorer %s answers again, %.1f s after it first did not; failed attempts: %d"
+            logger.warning(text, self._shown_url, seconds, self._failures)
+        self._answers += 1
+        self._failures, self._is_down = 0, False
+
+    def failed(self, reason: str, before: int | None) -> int:
+        """A request failed in a way that may pass. Logs the begin of an outage.
+
+        `before`: what this returned when the same request failed before; None: it did not.
+        """
+        self._since = self._since if self._failures else time.monotonic()
+        self._failures += 1
+        if before == self._answers and not self._is_down:
+            self._is_down = True
+            logger.warning("scorer %s is down, it is tried again: %s", self._shown_url, reason)
+        return self._answers
+
+
 class Endpoint:
     """One address. Belongs to the event loop of its first request."""
 
@@ -47,6 +83,7 @@ class Endpoint:
         in_query = {value for _, value in parse_qsl(urlsplit(url).query)}
         secrets = {self._secret} | in_query | {quote(value, safe="") for value in in_query}
         self._hidden = sorted(secrets - {""}, key=len, reverse=True)
+        self._outage = Outage(self._shown_url)
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
 
@@ -59,12 +96,14 @@ class Endpoint:
         async with self._slots:
             body = await asyncio.to_thread(lambda: json.dumps(make_body()).encode())
             attempts = self._config.retries + 1
+            failed: int | None = None
             for attempt in range(1, attempts + 1):
                 try:
                     return await self._attempt(body)
                 except _PassingError as error:
                     reason = str(error)
-                    logger.info("POST %s, attempt %d of %d: %s", self._shown_url, attempt, attempts, reason)
+                    failed = self._outage.failed(reason, failed)
+                    logger.debug("POST %s, attempt %d of %d: %s", self._shown_url, attempt, attempts, reason)
                 if attempt < attempts:
                     await asyncio.sleep(wait_before_retry(attempt, self._config.retry_wait_s))
         raise ScoreError(f"POST {self._shown_url} failed {attempts} times, the last time with {reason}")
@@ -86,21 +125,21 @@ class Endpoint:
             raise _PassingError(f"no reply within timeout_s={self._config.timeout_s:g}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _PassingError(self._told(f"{type(error).__name__}: {error}")) from error
-        if 200 <= status < 300:
-            if kind not in JSON_TYPES and not kind.endswith("+json"):
-                raise ScoreError(
-                    f"POST {self._shown_url} gave a reply of type {kind:.80}; it must be JSON, with the header "
-                    "Content-Type: application/json"
-                )
-            try:
-                return json.loads(content)
-            except (ValueError, RecursionError) as error:
-                said = self._told(content.decode(errors="replace"))
-                raise ScoreError(f"POST {self._shown_url} gave a reply that is no JSON: {said}") from error
-        said = self._told(f"status {status}: {content.decode(errors='replace')}")
+        said = content.decode(errors="replace")
         if status == 429 or status >= 500:
-            raise _PassingError(said)
-        raise ScoreError(f"POST {self._shown_url} was refused with {said}")
+            raise _PassingError(self._told(f"status {status}: {said}"))
+        self._outage.answered()
+        if not 200 <= status < 300:
+            raise ScoreError(f"POST {self._shown_url} was refused with {self._told(f'status {status}: {said}')}")
+        if kind not in JSON_TYPES and not kind.endswith("+json"):
+            raise ScoreError(
+                f"POST {self._shown_url} gave a reply of type {kind:.80}; it must be JSON, with the header "
+                "Content-Type: application/json"
+            )
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ScoreError(f"POST {self._shown_url} gave a reply that is no JSON: {self._told(said)}") from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
@@ -127,9 +166,10 @@ class Endpoint:
         )
 
     def _told(self, text: str) -> str:
-        """`text`, short, and without the key and what the address holds, should the other side repeat it."""
+        """`text`, short, in one line, without the key and what the address holds, should the other side repeat it."""
         for secret in self._hidden:
             text = text.replace(secret, HIDDEN)
+        text = " ".join(text.split())
         return text if len(text) <= SHOWN_REPLY else f"{text[:SHOWN_REPLY]}…"
 
 

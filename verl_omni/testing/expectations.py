@@ -133,8 +133,9 @@ def recorded_steps(request: RolloutRequest, window: tuple[int, int]) -> int:
 
 
 def facts(output: Any) -> dict[str, Any]:
-    """What the adapter tells about a rollout."""
-    return dict(output.multimodal_output["metadata"]["rl"])
+    """What the adapter tells about a rollout; how long it waited is no part of that."""
+    told = output.multimodal_output["metadata"]["rl"]
+    return {name: value for name, value in told.items() if name != "queue_wait_s"}
 
 
 def difference(a: Any, b: Any) -> float:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.trainer.sizes import SizeLabels
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
 
@@ -27,11 +28,10 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "verl_omni_rollout_"
 OUTCOMES = ("success", "error", "aborted", "retried")
-MAX_SIZES = 32
-"""Image sizes with figures of their own; further ones are counted together, as each costs memory here and there."""
 MIB = 2**20
 _ROWS = tuple(2**power for power in range(9))
 _REQUEST_S = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
+_WAIT_S = (0.01, 0.03, *_REQUEST_S)
 _STEP_S = (1, 3, 10, 30, 60, 120, 300, 600, 1200, 3600)
 
 Result = RolloutSample | RolloutError
@@ -68,6 +68,9 @@ class PrometheusMetrics(NoMetrics):
         self._seconds = make(
             Histogram, "request_seconds", "From the submission of a request to its end", "size", buckets=_REQUEST_S
         )
+        self._waits = make(
+            Histogram, "queue_wait_seconds", "Wait of a request for a place in a batch", "size", buckets=_WAIT_S
+        )
         self._rows = make(Histogram, "batch_rows", "Rows in one transformer forward", buckets=_ROWS)
         self._waves = make(Total, "waves", "Times that denoising began with nothing in flight")
         self._encodes = make(Total, "encodes", "Prompts to be encoded", "result")
@@ -78,7 +81,7 @@ class PrometheusMetrics(NoMetrics):
         self._memory = make(Gauge, "memory_peak_bytes", "Most device memory that an engine held so far")
         self._version = make(Gauge, "policy_version", "Version of the policy that made the latest sample")
         self._steps = make(Histogram, "training_step_seconds", "Whole training steps", buckets=_STEP_S)
-        self._sizes: set[str] = set()
+        self._sizes = SizeLabels()
         self._peak = 0.0
 
     async def watched(
@@ -89,7 +92,7 @@ class PrometheusMetrics(NoMetrics):
         Those that are left without a result, when it is left early, count as aborted.
         """
         begun = time.perf_counter()
-        sizes = {request.request_id: self._size(request) for request in requests}
+        sizes = {request.request_id: self._sizes.of(request) for request in requests}
         waiting = Counter(request.request_id for request in requests)
         for request in requests:
             self._in_flight.labels(sizes[request.request_id]).inc()
@@ -130,23 +133,13 @@ class PrometheusMetrics(NoMetrics):
         self._in_flight.labels(size).dec()
         self._seconds.labels(size).observe(seconds)
         if isinstance(result, RolloutError):
-            self._requests.labels("aborted" if result.message == "aborted" else "error").inc()
+            self._requests.labels("aborted" if result.aborted else "error").inc()
             return
         self._requests.labels("success").inc()
+        self._waits.labels(size).observe(result.queue_wait_s)
         self._version.set(result.policy_version)
         self._peak = max(self._peak, result.peak_memory_mb * MIB)
         self._memory.set(self._peak)
-
-    def _size(self, request: RolloutRequest) -> str:
-        """``512x768``: width and height; anything else that a row may hold is no size."""
-        edges = (request.width, request.height)
-        if any(edge is not None and (not isinstance(edge, int) or isinstance(edge, bool)) for edge in edges):
-            return "invalid"
-        size = "x".join("default" if edge is None else f"{edge}" for edge in edges)
-        if size not in self._sizes and len(self._sizes) == MAX_SIZES:
-            return "other"
-        self._sizes.add(size)
-        return size
 
 
 @contextmanager

@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_omni.reward_loop.item import RewardError
 from verl_omni.trainer.diffusion.batch import ScoredSample
 from verl_omni.trainer.diffusion.errors import TrainingError
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
 if TYPE_CHECKING:
     from verl_omni.reward_loop.item import RewardResult
+    from verl_omni.trainer.diffusion.data import PromptGroup
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED = 0.5
 """Share of a sweep's requests that may fail: beyond it something is wrong with the run, not with a prompt."""
+MAX_TOLD = 8
+"""Reasons, and prompts of each, that the log names."""
 
 Generate = Callable[[Sequence[Sequence[RolloutRequest]]], AsyncIterator[RolloutSample | RolloutError]]
 """Submits groups of requests, and gives each result as it comes."""
-Score = Callable[[str, RolloutRequest, RolloutSample], Awaitable["RewardResult"]]
-"""The reward of one sample of the group of that id."""
+Score = Callable[["PromptGroup", RolloutRequest, RolloutSample], Awaitable["RewardResult"]]
+"""The reward of one sample of that group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,29 +37,33 @@ class Sweep:
 
     samples: list[ScoredSample]
     """In the order of the requests, without those that failed."""
-    failures: list[str]
-    """Why the others failed."""
+    failures: dict[str, Exception]
+    """Id of a request that failed → why."""
+    aborted: int
+    """How many of these were aborted."""
     generation_s: float
     """From the submission to the last image."""
     reward_s: float
     """From the last image to the last score."""
 
 
-async def collect(groups: Mapping[str, Sequence[RolloutRequest]], generate: Generate, score: Score) -> Sweep:
-    """Run all `groups` (id → requests) and score every sample while others are still being made.
+async def collect(groups: Sequence[PromptGroup], generate: Generate, score: Score) -> Sweep:
+    """Run all `groups` and score every sample while others are still being made.
 
-    A request that fails, or whose sample can't be scored, is logged and left out. Raises :class:`TrainingError` if that
-    are more than `MAX_FAILED` of them.
+    A request that fails, or whose sample can't be scored, is left out; one log line a reason names the prompts. Raises
+    :class:`TrainingError` if that are more than `MAX_FAILED` of them.
     """
-    group_of = {request.request_id: uid for uid, requests in groups.items() for request in requests}
-    requests = {request.request_id: request for members in groups.values() for request in members}
-    failures: list[str] = []
+    group_of = {request.request_id: group for group in groups for request in group.requests}
+    requests = {request.request_id: request for group in groups for request in group.requests}
+    failures: dict[str, Exception] = {}
+    aborted = 0
     scoring: dict[str, tuple[RolloutSample, asyncio.Task[RewardResult]]] = {}
     start = time.perf_counter()
     try:
-        async for result in generate(list(groups.values())):
+        async for result in generate([group.requests for group in groups]):
             if isinstance(result, RolloutError):
-                failures.append(str(result))
+                failures[str(result.request_id)] = result
+                aborted += result.aborted
                 continue
             request_id = result.request_id
             task = asyncio.ensure_future(score(group_of[request_id], requests[request_id], result))
@@ -69,20 +77,47 @@ async def collect(groups: Mapping[str, Sequence[RolloutRequest]], generate: Gene
     scored = {}
     for (request_id, (sample, _)), reward in zip(scoring.items(), rewards, strict=True):
         if isinstance(reward, Exception):
-            failures.append(str(reward))
+            failures[request_id] = reward
         elif isinstance(reward, BaseException):
             raise reward
         else:
             scored[request_id] = ScoredSample(
-                uid=group_of[request_id], request=requests[request_id], sample=sample, reward=reward
+                uid=group_of[request_id].uid, request=requests[request_id], sample=sample, reward=reward
             )
-    if failures:
-        logger.error("%d of %d left out; the first: %s", len(failures), len(requests), failures[0])
+    told = list(_told(failures, group_of))
+    for line in told:
+        logger.error("%s", line)
     if len(failures) > MAX_FAILED * len(requests):
-        raise TrainingError(f"{len(failures)} of {len(requests)} requests failed; the first: {failures[0]}")
+        raise TrainingError(f"{len(failures)} of {len(requests)} requests failed; {told[0]}")
     return Sweep(
         samples=[scored[request_id] for request_id in requests if request_id in scored],
         failures=failures,
+        aborted=aborted,
         generation_s=generated - start,
         reward_s=time.perf_counter() - generated,
     )
+
+
+def _told(failures: Mapping[str, Exception], group_of: Mapping[str, PromptGroup]) -> Iterator[str]:
+    """A line a reason, with the prompts that it has cost images; what is most costly first."""
+    left_out: dict[str, list[str]] = {}
+    for request_id, error in failures.items():
+        left_out.setdefault(" ".join(_reason(error).split()), []).append(request_id)
+    by_cost = sorted(left_out.items(), key=lambda item: -len(item[1]))
+    for reason, request_ids in by_cost[:MAX_TOLD]:
+        groups = {group_of[request_id].uid: group_of[request_id] for request_id in request_ids}
+        images = sum(len(group.requests) for group in groups.values())
+        prompts = [f"{group.row.source} ({uid})" for uid, group in groups.items()]
+        more = f" and {len(prompts) - MAX_TOLD} more" if len(prompts) > MAX_TOLD else ""
+        yield f"left out: {len(request_ids)} of {images} images of {', '.join(prompts[:MAX_TOLD])}{more}: {reason}"
+    if rest := by_cost[MAX_TOLD:]:
+        yield f"left out: {sum(len(request_ids) for _, request_ids in rest)} more images, for {len(rest)} other reasons"
+
+
+def _reason(error: Exception) -> str:
+    """What was wrong, without the request's id: what has one cause reads alike."""
+    if isinstance(error, RolloutError):
+        return error.message
+    if isinstance(error, RewardError):
+        return f"reward scorer {error.scorer}: {error.reason}"
+    return f"{type(error).__name__}: {error}"

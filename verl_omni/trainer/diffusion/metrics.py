@@ -7,7 +7,7 @@ deviations are computed in float64, and deviations are the population's, as thos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -78,14 +78,18 @@ def rollout_metrics(
     stats: RolloutStats,
     *,
     policy_version: int = 0,
+    succeeded: int = 0,
     failed: int = 0,
+    aborted: int = 0,
     requests_retried: int = 0,
     servers_restarted: int = 0,
+    peak_memory_mb: float = 0.0,
 ) -> dict[str, float]:
     """``rollout/…``: what the engines did, over all replicas and for this step only.
 
-    `policy_version` made the samples; `failed` requests gave none; `requests_retried` were run again, as their server
-    died, and `servers_restarted` fresh ones took the place of such.
+    `policy_version` made the samples; `succeeded` requests gave one and `failed` none, `aborted` of these as they were
+    aborted; `requests_retried` were run again, as their server died, and `servers_restarted` fresh ones took the place
+    of such. `peak_memory_mb` is the most device memory, MiB, that an engine held.
     """
     forwards = sum(stats.batch_sizes.values())
     rows = sum(size * count for size, count in stats.batch_sizes.items())
@@ -99,11 +103,30 @@ def rollout_metrics(
         **{f"rollout/{stage}_s": stats.stage_s.get(stage, 0.0) for stage in ROLLOUT_STAGES},
         "rollout/compiled_graphs": float(stats.compiled_graphs),
         "rollout/out_of_memory": float(stats.out_of_memory),
+        "rollout/succeeded": float(succeeded),
         "rollout/failed": float(failed),
+        "rollout/aborted": float(aborted),
         "rollout/requests_retried": float(requests_retried),
         "rollout/servers_restarted": float(servers_restarted),
+        "rollout/peak_memory_mb": peak_memory_mb,
         "rollout/policy_version": float(policy_version),
     }
+
+
+def queue_wait_metrics(waits: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """``rollout/queue_wait_s_…`` of the seconds that requests waited for a place in a batch, by image size.
+
+    By size too if there is more than one. Raises ValueError when there are no waits.
+    """
+    if not waits:
+        raise ValueError("there is no wait to take a mean of")
+    everything = {"": [wait for values in waits.values() for wait in values]}
+    by_size = {f"_{size}": values for size, values in waits.items()} if len(waits) > 1 else {}
+    metrics = {}
+    for suffix, values in {**everything, **by_size}.items():
+        metrics[f"rollout/queue_wait_s_mean{suffix}"] = sum(values) / len(values)
+        metrics[f"rollout/queue_wait_s_max{suffix}"] = max(values)
+    return metrics
 
 
 class Stopwatch:

@@ -25,6 +25,7 @@ from verl_omni.trainer.diffusion.resume import run_config
 from verl_omni.trainer.diffusion.sde_window import scheduled_range
 from verl_omni.trainer.diffusion.validation_grid import validation_tiles
 from verl_omni.trainer.prometheus import NoMetrics
+from verl_omni.trainer.sizes import SizeLabels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +57,7 @@ class DiffusionTrainer:
             trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep, config=run_config(job.settings)
         )
         self._skipped = SkippedSteps()
+        self._sizes = SizeLabels()
 
     async def fit(self) -> None:
         """Train from where the job resumes to its last step."""
@@ -108,10 +110,14 @@ class DiffusionTrainer:
             **measures.rollout_metrics(
                 stats,
                 policy_version=step - 1,
+                succeeded=len(sweep.samples),
                 failed=len(sweep.failures),
+                aborted=sweep.aborted,
                 requests_retried=recovery.requests_retried,
                 servers_restarted=recovery.servers_restarted,
+                peak_memory_mb=max(item.sample.peak_memory_mb for item in sweep.samples),
             ),
+            **measures.queue_wait_metrics(self._sizes.waits((item.request, item.sample) for item in sweep.samples)),
             **measures.timing_metrics(watch, images=len(sweep.samples), devices=self._job.devices),
         }
 
@@ -130,16 +136,14 @@ class DiffusionTrainer:
         self._log.log_validation(step, validation_tiles(sweep.samples, prompts, limit=limit), found)
 
     async def _sweep(self, groups: Sequence[PromptGroup]) -> Sweep:
-        by_uid = {group.uid: group for group in groups}
-
-        def score(uid: str, request: RolloutRequest, sample: RolloutSample) -> Awaitable[RewardResult]:
-            return self._rewards.score(reward_item(by_uid[uid], request, sample))
+        def score(group: PromptGroup, request: RolloutRequest, sample: RolloutSample) -> Awaitable[RewardResult]:
+            return self._rewards.score(reward_item(group, request, sample))
 
         def generate(groups: Sequence[Sequence[RolloutRequest]]) -> AsyncIterator[RolloutSample | RolloutError]:
             requests = [request for group in groups for request in group]
             return self._figures.watched(requests, self._replicas.generate_groups(groups))
 
-        return await collect({group.uid: group.requests for group in groups}, generate, score)
+        return await collect(groups, generate, score)
 
     def _batch(self, sweep: Sweep, step: int) -> DataProto:
         """The step's batch with its advantages, dealt to the workers, once for all that they do with it.

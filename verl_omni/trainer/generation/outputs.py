@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.folders import check_writable, plain_name
 from verl_omni.trainer.generation.settings import GenerationConfig
+from verl_omni.trainer.sizes import SizeLabels
 from verl_omni.utils.secrets import scrubbed
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
@@ -61,8 +62,18 @@ class RunReport:
             **self.stats.as_dict(),
             "failed": [{"id": error.request_id, "error": scrubbed(error.message)} for error in failed],
             "peak_memory_mb": round(self.peak_memory_mb, 1),
+            "queue_wait_s": {
+                size: {"requests": len(waits), "mean": round(sum(waits) / len(waits), 4), "max": round(max(waits), 4)}
+                for size, waits in SizeLabels().waits(samples).items()
+            },
             "samples": [
-                {"id": item.request_id, "prompt": request.prompt, "seed": item.seed, "sde_windows": item.sde_windows}
+                {
+                    "id": item.request_id,
+                    "prompt": request.prompt,
+                    "seed": item.seed,
+                    "sde_windows": item.sde_windows,
+                    "queue_wait_s": round(item.queue_wait_s, 4),
+                }
                 for request, item in samples
             ],
         }

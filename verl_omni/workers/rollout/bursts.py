@@ -14,7 +14,7 @@ from contextlib import aclosing
 from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.rollout.fleet import Fleet
 from verl_omni.workers.rollout.handle import ServerDied, ServerHandle
-from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.request import ABORTED, RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.spread import work
 
 Groups = Sequence[Sequence[RolloutRequest]]
@@ -40,7 +40,7 @@ class Bursts:
         try:
             await self._fleet.someone()
             if aborts != self._aborts:
-                raise RolloutError(None, "aborted")
+                raise RolloutError(None, ABORTED)
         except RolloutError as error:
             _fail(groups, error.message, results)
             return

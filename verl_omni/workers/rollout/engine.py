@@ -21,7 +21,7 @@ from verl_omni.workers.config.lora import is_lora_scale
 from verl_omni.workers.rollout.flights import Burst, Flights
 from verl_omni.workers.rollout.launch import engine_arguments, launch
 from verl_omni.workers.rollout.policy_gate import PolicyGate
-from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
+from verl_omni.workers.rollout.request import ABORTED, RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter, in_thread, staged_lora, staged_weights
 
 if TYPE_CHECKING:
@@ -80,12 +80,18 @@ class RolloutEngine:
         Raises ValueError if `engine_kwargs` contradict the plan or hold a key that the engine does not know, or if no
         LoRA can be merged into the model; whatever the engine raises if it does not come up.
         """
+        module, _, name = adapter.rpartition(".")
+        adapter_class = getattr(import_module(module), name)
         arguments = engine_arguments(
-            plan, adapter=adapter, dtype=dtype, executor=executor, engine_kwargs=engine_kwargs or {}
+            plan,
+            adapter=adapter,
+            dtype=dtype,
+            executor=executor,
+            engine_kwargs=engine_kwargs or {},
+            masks_text=getattr(adapter_class, "masks_text", True),
         )
         if lora_key_map is None:
-            module, _, name = adapter.rpartition(".")
-            lora_key_map = getattr(getattr(import_module(module), name), "lora_key_map", {})
+            lora_key_map = getattr(adapter_class, "lora_key_map", {})
         logger.info(plan.log_line())
         for note in plan.notes:
             logger.warning(note)
@@ -117,7 +123,7 @@ class RolloutEngine:
 
     async def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
         """End these requests (None: all) with RolloutError("aborted"). Ids that are not in flight are left alone."""
-        await self._flights.end("aborted", [request_ids] if isinstance(request_ids, str) else request_ids)
+        await self._flights.end(ABORTED, [request_ids] if isinstance(request_ids, str) else request_ids)
 
     async def load_lora(
         self, adapter: str | Path | LoraAdapter, *, scale: float = 1.0, version: int | None = None

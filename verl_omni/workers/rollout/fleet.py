@@ -161,7 +161,7 @@ class Fleet:
         try:
             if lost.bursts:  # until it is known how many of its requests are run again
                 await asyncio.wait(lost.bursts)
-            logger.error("%s; %s; a fresh server takes its place", lost.died, lost.told())
+            logger.error("%s; %s; a fresh server takes its place", _one_line(lost.died), lost.told())
             for attempt in range(1, START_ATTEMPTS + 1):
                 await self._may_start.wait()
                 if await self._start_fresh(place, attempt):
@@ -179,7 +179,8 @@ class Fleet:
             await self._admit(server)
         except Exception as error:
             server.kill()
-            logger.error("%s did not start again, attempt %d of %d: %s", server.name, attempt, START_ATTEMPTS, error)
+            text = "%s did not start again, attempt %d of %d: %s"
+            logger.error(text, server.name, attempt, START_ATTEMPTS, _one_line(error))
             return False
         self._watches.append(asyncio.create_task(self._watch(server)))
         return True
@@ -190,6 +191,10 @@ class Fleet:
     def _kill(self) -> None:
         for server in self._servers:
             server.kill()
+
+
+def _one_line(error: Exception | None) -> str:
+    return " ".join(str(error).split())
 
 
 async def come_up(servers: Sequence[ServerHandle], model_path: str, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import multiprocessing
@@ -30,6 +31,8 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables by which torch.distributed finds its group; the engine's worker sets them, under `uni` in this process."""
 _HOPPER = 9
 """Major number of the compute capability of the H100 and H200."""
+_FLASH_ATTENTION_3 = "fa3_fwd_interface"
+"""Module of the package fa3-fwd, which vLLM-Omni requires on CUDA and the engine looks for first."""
 _REQUEST_ERRORS = {
     "vllm_omni.diffusion.inline_stage_diffusion_client": ("Diffusion request %s failed",),
     "vllm_omni.diffusion.worker.diffusion_model_runner": (
@@ -70,9 +73,15 @@ def launch(model_path: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def engine_arguments(
-    plan: RolloutPlan, *, adapter: str, dtype: str, executor: str | None, engine_kwargs: Mapping[str, Any]
+    plan: RolloutPlan,
+    *,
+    adapter: str,
+    dtype: str,
+    executor: str | None,
+    engine_kwargs: Mapping[str, Any],
+    masks_text: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default.
+    """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default; `masks_text` is the adapter's.
 
     Raises ValueError where `engine_kwargs` contradict the plan, or hold a key that the engine does not know.
     """
@@ -96,7 +105,7 @@ def engine_arguments(
         "enforce_eager": not torch.cuda.is_available(),
         "distributed_executor_backend": "uni" if _one_device(given) else "mp",
         START_TIMEOUT: math.ceil(DiffusionRolloutConfig.start_timeout_s),
-        **default_attention(given),
+        **default_attention(given, masks_text=masks_text),
     }
     chosen = {} if executor is None else {"distributed_executor_backend": executor}
     return {**defaults, **given, **chosen, **ours}
@@ -131,20 +140,24 @@ def own_rendezvous() -> Iterator[None]:
         yield
 
 
-def default_attention(options: Mapping[str, Any]) -> dict[str, str]:
+def default_attention(options: Mapping[str, Any], *, masks_text: bool) -> dict[str, str]:
     """The attention backend to ask for where neither `options` nor the environment names one, as an engine option.
 
-    On Hopper that is cuDNN. Of torch's kernels it is the fastest, by a sixth with a mask over padded text
-    (docs/perf/rollout.md); the engine's own first choice, FlashAttention, waits for the device in each layer to take
-    the padding out (vllm_omni/diffusion/attention/backends/utils/fa.py). Elsewhere the engine knows best.
+    On Hopper that is FlashAttention 3, where it is installed, for a transformer that takes no text mask: with heads of
+    64 it is a third faster than cuDNN. Where padded text is masked it is cuDNN, of torch's kernels the fastest: with a
+    mask, FlashAttention waits for the device in each layer to take the padding out
+    (vllm_omni/diffusion/attention/backends/utils/fa.py). Elsewhere the engine knows best. docs/perf/rollout.md has the
+    figures.
     """
     from vllm.platforms import current_platform
 
     if attention_backend(options) != DEFAULT_ATTENTION or not current_platform.is_cuda():
         return {}
     capability = current_platform.get_device_capability()  # asks the driver; no CUDA context is made in this process
-    hopper = capability is not None and capability.major == _HOPPER
-    return {"diffusion_attention_backend": "CUDNN_ATTN"} if hopper else {}
+    if capability is None or capability.major != _HOPPER:
+        return {}
+    flash = not masks_text and importlib.util.find_spec(_FLASH_ATTENTION_3) is not None
+    return {"diffusion_attention_backend": "FLASH_ATTN" if flash else "CUDNN_ATTN"}
 
 
 def _one_device(options: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 TokenIds: TypeAlias = "Sequence[int] | Tensor"
 """A list, a 1-D tensor or a [1, L] tensor of token ids, or of a mask over them."""
 
+ABORTED = "aborted"
+"""Message of the error of a request that was aborted."""
 _PROMPT, _SAMPLING, _EXTRA = ({"to": where} for where in ("prompt", "sampling", "extra_args"))
 
 
@@ -124,13 +126,15 @@ class RolloutSample:
     """Version of the policy that made the sample."""
     peak_memory_mb: float
     """Peak device memory while the request ran, MiB; on a CPU the most that the worker's process ever held."""
+    queue_wait_s: float = 0.0
+    """How long the request waited in its engine's queue for a place in a batch, s."""
 
     @classmethod
     def read(cls, request: RolloutRequest, output: Any, policy_version: int) -> RolloutSample:
         """Take it from the engine's output of `request`. Raises :class:`RolloutError` if that holds none."""
         if not output.images:
             aborted = output.outputs and output.outputs[0].finish_reason == "abort"
-            raise RolloutError(request.request_id, "aborted" if aborted else "the engine returned no image")
+            raise RolloutError(request.request_id, ABORTED if aborted else "the engine returned no image")
         media = output.images[0]
         metadata = output.multimodal_output.get("metadata", {})
         rl = metadata.get("rl", {})
@@ -147,6 +151,7 @@ class RolloutSample:
             seed=rl.get("seed", request.seed),
             policy_version=policy_version,
             peak_memory_mb=output.peak_memory_mb,
+            queue_wait_s=rl.get("queue_wait_s", 0.0),
         )
 
 
@@ -159,6 +164,11 @@ class RolloutError(RuntimeError):
         """Id of the request; None if the call was about none."""
         self.message = message
         """What was wrong, without the id."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the request was ended by an abort."""
+        return self.message == ABORTED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.request_id, self.message)

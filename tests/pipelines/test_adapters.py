@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from verl_omni.algorithms.flow_sde import row_seed
+from verl_omni.pipelines import rows
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.workers.rollout.plan import RolloutMode
@@ -81,9 +82,21 @@ def test_guidance_runs_if_the_scale_is_above_one_and_a_negative_prompt_is_given(
     output = engine.run(ask(cfg=scale, negative_prompt=negative, num_inference_steps=2))[0]
     effective = engine.pipeline.default_cfg_scale if scale is None else scale
     guided = effective > 1 and negative is not None
-    assert len(spied) == (4 if guided else 2)
+    assert sum(len(call["hidden_states"]) for call in spied) == (4 if guided else 2)
     assert output.multimodal_output["metadata"]["rl"]["true_cfg"] is guided
     assert ("negative_prompt_embeds" in embeds(output)) is guided
+
+
+def test_both_velocities_of_guidance_share_a_forward_where_tokens_are_few(engine, ask, spied, monkeypatch):
+    request = ask(cfg=4.0, negative_prompt="blurry")
+    together = engine.run(request)[0]
+    text = max(embeds(together)[name].shape[-2] for name in ("prompt_embeds", "negative_prompt_embeds"))
+    tokens = 2 * (engine.pipeline.image_tokens(together.trajectory_latents.shape[2:]) + text)
+    for limit, rows_of_calls in ((tokens, [2] * 4), (tokens - 1, [1] * 8)):
+        spied.clear()
+        monkeypatch.setattr(rows, "FUSED_GUIDANCE_TOKENS", limit)
+        assert same(engine.run(request)[0], together)
+        assert [len(call["hidden_states"]) for call in spied] == rows_of_calls
 
 
 def test_requests_with_and_without_a_negative_prompt_share_a_batch(engine, ask):
@@ -184,7 +197,10 @@ BAD = {
     "too many steps": (dict(num_inference_steps=10**6), "must be at most 1000"),
     "too many outputs": (dict(num_outputs_per_prompt=10**6), "must be at most 128"),
     "too large": (dict(height=2**20), "must be at most 8192"),
-    "long prompt": (dict(prompt="word " * 400, max_sequence_length=20), "tokens"),
+    "long prompt": (
+        dict(prompt="word " * 400, max_sequence_length=20),
+        "tokens.*[= ]20; shorten it",
+    ),
     "limit above the model's": (dict(max_sequence_length=99999), "above this model's limit"),
     "odd height": (dict(height=65), "multiples of 16"),
     "zero width": (dict(width=0), "width=0 must be at least 1"),
@@ -227,23 +243,33 @@ def test_ids_for_an_encoder_that_is_not_there_or_not_for_all_that_are_name_it(en
     assert message in str(extra)
 
 
-def test_a_row_that_turns_nan_is_an_error_and_not_a_black_image(engine, ask, monkeypatch):
-    good, bad = ask(seed=1), ask(seed=2, prompt="hello")
+@pytest.mark.parametrize(
+    ("hook", "output_type", "value"),
+    [
+        ("predict_velocity", "pt", float("nan")),
+        ("predict_velocity", "latent", float("inf")),
+        ("decode", "pt", float("nan")),
+        ("decode", "pt", float("inf")),
+    ],
+)
+def test_a_row_that_is_not_finite_is_an_error_and_not_an_image(engine, ask, monkeypatch, hook, output_type, value):
+    good, bad = ask(seed=1), ask(seed=2, prompt="hello", output_type=output_type)
     want = engine.run(good)[0]
-    start = engine.run(bad)[0].trajectory_latents[0, 0]
-    hook = engine.pipeline.predict_velocity
+    latents = engine.run(dataclasses.replace(bad, output_type="latent"))[0]
+    marked = latents.images[0][0] if hook == "decode" else latents.trajectory_latents[0, 0]
+    original = getattr(engine.pipeline, hook)
 
     def poisoned(latents, *args):
-        velocity = hook(latents, *args)
-        for row, x in zip(velocity, latents, strict=True):
-            if torch.equal(x.cpu(), start):
-                row.view(-1)[0] = float("nan")
-        return velocity
+        result = original(latents, *args)
+        for row, x in zip(result, latents, strict=True):
+            if torch.allclose(x.cpu(), marked, atol=1e-4):
+                row.view(-1)[0] = value
+        return result
 
-    monkeypatch.setattr(engine.pipeline, "predict_velocity", poisoned, raising=False)
+    monkeypatch.setattr(engine.pipeline, hook, poisoned, raising=False)
     outputs = engine.run(good, bad)
     assert same(outputs[0], want)
-    assert "NaN" in str(outputs[1])
+    assert "NaN or infinite" in str(outputs[1])
 
 
 def test_a_decode_that_fails_fails_its_request_alone(engine, ask, monkeypatch):
@@ -312,7 +338,7 @@ def test_a_hook_that_asks_the_process_to_stop_ends_its_request_only(engine, ask,
     assert same(engine.run(ask())[0], want)
 
 
-def test_token_ids_in_every_form_equal_the_text(engine, ask):
+def test_token_ids_in_every_form_equal_the_text_and_stay_as_they_are(engine, ask):
     text = "a blue square"
     want = engine.run(ask(prompt=text))[0]
     ids = engine.pipeline.text_to_ids(text)
@@ -330,7 +356,9 @@ def test_token_ids_in_every_form_equal_the_text(engine, ask):
     padded = {f"prompt_token_ids{s}": [0, 0, *row] for s, row in zip(suffixes, ids, strict=False)}
     masks = {f"prompt_mask{s}": [0, 0, *[1] * len(row)] for s, row in zip(suffixes, ids, strict=False)}
     requests.append(ask(prompt=None, **padded, **masks))
+    before = repr(requests)
     assert all(same(output, want) for output in engine.run(*requests))
+    assert repr(requests) == before
 
 
 def test_each_distinct_prompt_is_encoded_once(engine, ask):

@@ -161,20 +161,23 @@ def test_rows_of_a_forward_follow_from_free_memory_less_the_safety_share_and_wha
     need = 5 * 7000 + kept_bytes(states)
     asked = []
 
-    def forecast(free, most=math.inf, devices=1, states=states):
+    def forecast(free, most=math.inf, devices=1, states=states, fused=False):
         monkeypatch.setattr(memory, "free_memory", lambda device: asked.append(device) or free)
-        return forecast_rows(states, lambda text: 1000 * text, most=most, device=CPU, devices=devices)
+        return forecast_rows(
+            states, lambda text: 1000 * text, fuse_guidance=fused, most=most, device=CPU, devices=devices
+        )
 
     assert forecast(math.ceil(need / (1 - SAFETY_SHARE))) == 4
     assert forecast(10 * need) == 12
+    assert forecast(10 * need, fused=True) == 24
     assert forecast(10 * need, most=2 * 7000) == 2
     assert forecast(0) == 1
-    assert asked == [CPU] * 4
+    assert asked == [CPU] * 5
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda least, op: least.fill_(8 * 7000))
     assert forecast(10 * need, devices=2) == 8
-    assert len(asked) == 5
+    assert len(asked) == 6
     assert forecast(0, states=states[:1]) == 1
-    assert len(asked) == 5
+    assert len(asked) == 6
 
 
 # ---- errors

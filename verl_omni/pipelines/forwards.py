@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_omni.pipelines.hooks import ModelHooks, check_shape, contained
 from verl_omni.pipelines.memory import forecast_rows, forward_limit, give_back
-from verl_omni.pipelines.rows import Forward, RowBatch, rollout_of
+from verl_omni.pipelines.rows import Forward, RowBatch, fuses_guidance, rollout_of
 from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
 
@@ -69,54 +69,59 @@ class RowForwards(ModelHooks):
 
         Where the plan gives no ``rows_per_forward``, the free memory does.
         """
+        fused = fuses_guidance(states, image_tokens=self.image_tokens(tuple(states[0].latents.shape[1:])))
         limit = self.rows_per_forward
         if limit is None:
             limit = forecast_rows(
                 states,
                 functools.partial(self._row_bytes, states[0].latents),
+                fuse_guidance=fused,
                 most=self._forwards.most,
                 device=self.device,
                 devices=self._forwards.devices,
             )
-        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=limit)
+        return RowBatch(states, masks_text=self.masks_text, rows_per_forward=limit, fuse_guidance=fused)
 
     def guided_velocity(self, batch: RowBatch) -> Tensor:
         """Velocity [B, ...] float32 of all rows at their current latents and timesteps, guidance applied."""
+        latents, timesteps, guided = batch.latents, batch.timesteps, len(batch.cfg_scale)
+        if guided:
+            latents = torch.cat([latents, latents[batch.guided]])
+            timesteps = torch.cat([timesteps, timesteps[batch.guided]])
         with self._compiling():
-            cond = self._predict(batch, batch.cond)
-            for forward in batch.cond:
-                self.stats.batch_sizes[len(forward)] += 1
-            if not batch.uncond:
-                return cond
-            uncond, guided = self._predict(batch, batch.uncond), batch.guided
-            if guided is None:
-                return self.guide(cond, uncond, batch.cfg_scale)
-            return cond.index_copy(0, guided, self.guide(cond[guided], uncond[guided], batch.cfg_scale))
+            velocity = self._predict(batch, latents, timesteps)
+        rows = len(batch.rows)
+        for forward in batch.forwards:
+            if forward.rows[0] < rows:
+                self.stats.batch_sizes[sum(row < rows for row in forward.rows)] += 1
+        if not guided:
+            return velocity
+        cond, uncond = velocity.split([rows, guided])
+        velocity = self.guide(cond[batch.guided], uncond, batch.cfg_scale)
+        return velocity if isinstance(batch.guided, slice) else cond.index_copy(0, batch.guided, velocity)
 
-    def _predict(self, batch: RowBatch, forwards: list[Forward]) -> Tensor:
-        """Velocity [B, ...] float32 of the rows that `forwards` cover; 0 for the others.
+    def _predict(self, batch: RowBatch, latents: Tensor, timesteps: Tensor) -> Tensor:
+        """Velocity float32 of the rows that ``batch.forwards`` cover, which have these `latents` and `timesteps`.
 
-        `forwards` that ran out of memory are replaced by those that did not, for the steps to come.
+        Forwards that ran out of memory are replaced by those that did not, for the steps to come.
         """
-        all_timesteps, (height, width) = batch.timesteps, batch.size
+        height, width = batch.size
 
         def run(forward: Forward) -> Tensor:
-            latents, timesteps = batch.latents, all_timesteps
-            if forward.index is not None:
-                latents, timesteps = latents[forward.index], timesteps[forward.index]
-            part = self.predict_velocity(latents, timesteps, forward.text, batch.size).float()
-            return check_shape("predict_velocity", part, latents.shape)
+            part = latents[forward.index]
+            velocity = self.predict_velocity(part, timesteps[forward.index], forward.text, batch.size).float()
+            return check_shape("predict_velocity", velocity, part.shape)
 
         parts = self._forwards.run(
-            forwards,
+            batch.forwards,
             run,
-            cost=lambda forward: self._row_bytes(batch.latents, forward.text.embeds.shape[1]),
+            cost=lambda forward: self._row_bytes(latents, forward.text.embeds.shape[1]),
             describe=lambda forward: f"{height}x{width} pixels, {forward.text.embeds.shape[1]} text tokens",
         )
-        forwards[:] = [forward for forward, _ in parts]
-        if forwards[0].index is None:
+        batch.forwards = [forward for forward, _ in parts]
+        if len(parts) == 1:
             return parts[0][1]
-        velocity = torch.zeros_like(batch.latents)
+        velocity = torch.empty_like(latents)
         for forward, part in parts:
             velocity[forward.index] = part
         return velocity

@@ -57,7 +57,7 @@ class ModelHooks(ModelRules):
     text_limit: ClassVar[int] = 1024
     """Most text tokens that the model takes."""
     decode_rows: ClassVar[int] = 8
-    """Rows that the VAE decodes at once: more gains nothing and costs memory."""
+    """Rows that the VAE decodes at once; each more costs memory."""
     lora_key_map: ClassVar[Mapping[str, str]] = {}
     """Module names in a PEFT adapter → their names in the engine, by suffix."""
 

@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from verl_omni.pipelines.params import RequestError
-from verl_omni.pipelines.rows import rollout_of
+from verl_omni.pipelines.rows import count_rows, rollout_of, text_lengths
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.worker.utils import StepRequestState
@@ -140,26 +140,25 @@ def forecast_rows(
     states: Sequence[StepRequestState],
     row_bytes: Callable[[int], int],
     *,
+    fuse_guidance: bool,
     most: float,
     device: torch.device,
     devices: int,
 ) -> int:
-    """Rows of prepared `states` that may share a transformer forward.
+    """Rows of prepared `states` that may share a transformer forward; with `fuse_guidance`, guided ones count twice.
 
     `row_bytes` gives the bytes of one row by its text tokens, `most` bounds the bytes of a forward, `devices` are those
     of the engine. The free memory is asked for once, and not at all for a single row.
     """
-    rollouts = [rollout_of(state) for state in states]
-    rows = sum(len(rollout.rows) for rollout in rollouts)
+    rows = count_rows(states) + (count_rows(states, guided=True) if fuse_guidance else 0)
     if rows == 1:
         return 1
-    texts = [text["prompt_embeds"] for r in rollouts for text in (r.cond, r.uncond) if text is not None]
     available = min((1 - SAFETY_SHARE) * free_memory(device) - kept_bytes(states), most)
     if devices > 1:  # they run each forward together, so they must split alike
         least = torch.tensor(available, dtype=torch.float64, device=device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
         available = least.item()
-    return rows_that_fit(rows, row_cost=row_bytes(max(map(len, texts))), available=available)
+    return rows_that_fit(rows, row_cost=row_bytes(max(text_lengths(states))), available=available)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

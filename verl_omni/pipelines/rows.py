@@ -11,6 +11,7 @@ Shapes: B rows, n rows of one request, T steps, L text tokens, ``...`` the laten
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ class Rollout:
     media: Tensor | None = None
     """[n, 3, H, W] uint8, or the final latents; there once the last step is taken, and on the host after that."""
     finite: Tensor | None = None
-    """[n] bool, where `media` is: whether the final latents are finite."""
+    """[n] bool, where `media` is: whether the final latents, and their pixels, are finite."""
     error: Exception | None = None
     """Set when the shared forward or decode failed for this request alone; raised by the next per-request stage."""
 
@@ -106,16 +107,17 @@ class Forward:
     """The b rows that go through the transformer together."""
 
     rows: Sequence[int]
-    """Their positions in the batch."""
-    index: Tensor | None
-    """[b] the same on the device; None: all of the batch, in order."""
+    """Their positions among all rows to be predicted."""
+    index: Tensor | slice
+    """The same for tensors on the device; a slice where they follow each other."""
     prompts: Sequence[PromptEmbeds]
     text: TextBatch
 
     @classmethod
-    def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds], device: torch.device, *, whole: bool) -> Forward:
-        """The forward over `rows`, whose prompts are `prompts`; `whole`: they are all of the batch."""
-        index = None if whole else torch.tensor(rows, device=device)
+    def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds], device: torch.device) -> Forward:
+        """The forward over `rows`, whose prompts are `prompts`."""
+        run = range(rows[0], rows[0] + len(rows))
+        index = slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows, device=device)
         return cls(rows=rows, index=index, prompts=prompts, text=TextBatch.collate(prompts))
 
     def __len__(self) -> int:
@@ -125,33 +127,68 @@ class Forward:
         """The same in forwards of `rows` rows, texts padded to the longest of each."""
         device = self.text.embeds.device
         starts = range(0, len(self), rows)
-        return [Forward.of(self.rows[k : k + rows], self.prompts[k : k + rows], device, whole=False) for k in starts]
+        return [Forward.of(self.rows[k : k + rows], self.prompts[k : k + rows], device) for k in starts]
 
 
 def plan_forwards(
-    prompts: Sequence[PromptEmbeds | None], *, masks_text: bool, rows_per_forward: int | None, device: torch.device
+    prompts: Sequence[PromptEmbeds], *, first: int = 0, masks_text: bool, rows_per_forward: int | None
 ) -> list[Forward]:
-    """Split the rows that have a prompt into forwards.
+    """Split the rows with these `prompts`, the first of which has position `first`, into forwards.
 
     A model that takes no text mask gets rows of one text length at a time; `rows_per_forward` bounds each forward.
     """
     groups: dict[int, list[tuple[int, PromptEmbeds]]] = {}
-    for i, prompt in enumerate(prompts):
-        if prompt is not None:
-            groups.setdefault(0 if masks_text else len(prompt["prompt_embeds"]), []).append((i, prompt))
+    for i, prompt in enumerate(prompts, first):
+        groups.setdefault(0 if masks_text else len(prompt["prompt_embeds"]), []).append((i, prompt))
     forwards = []
     for group in groups.values():
         limit = rows_per_forward or len(group)
         for k in range(0, len(group), limit):
             rows, texts = zip(*group[k : k + limit], strict=True)
-            forwards.append(Forward.of(rows, texts, device, whole=len(rows) == len(prompts)))
+            forwards.append(Forward.of(rows, texts, texts[0]["prompt_embeds"].device))
     return forwards
 
 
-class RowBatch:
-    """All rows of `states`, gathered. `states` share one image size; steps, windows, guidance and texts may differ."""
+FUSED_GUIDANCE_TOKENS = 8192
+"""Up to as many tokens of image and text, both velocities of guidance come from one forward. So few do not keep a GPU
+busy while the next kernels are launched; with more, the padding of the shorter text costs more than that saves
+(docs/perf/rollout.md)."""
 
-    def __init__(self, states: Sequence[StepRequestState], *, masks_text: bool, rows_per_forward: int | None) -> None:
+
+def count_rows(states: Sequence[StepRequestState], *, guided: bool = False) -> int:
+    """Rows of prepared `states`; with `guided`, those that have a second velocity."""
+    rollouts = [rollout_of(state) for state in states]
+    return sum(len(rollout.rows) for rollout in rollouts if not guided or rollout.uncond is not None)
+
+
+def text_lengths(states: Sequence[StepRequestState]) -> list[int]:
+    """Text tokens of all prompts and negative prompts of prepared `states`."""
+    rollouts = [rollout_of(state) for state in states]
+    return [len(text["prompt_embeds"]) for r in rollouts for text in (r.cond, r.uncond) if text is not None]
+
+
+def fuses_guidance(states: Sequence[StepRequestState], *, image_tokens: int) -> bool:
+    """Whether prepared `states`, with `image_tokens` a row, are so few that both velocities share a forward."""
+    guided = count_rows(states, guided=True)
+    tokens = (count_rows(states) + guided) * (image_tokens + max(text_lengths(states)))
+    return guided > 0 and tokens <= FUSED_GUIDANCE_TOKENS
+
+
+class RowBatch:
+    """All rows of `states`, gathered. `states` share one image size; steps, windows, guidance and texts may differ.
+
+    To be predicted are the B rows with their prompts and, after them, the G guided ones with their negative prompts; in
+    forwards of their own, or with `fuse_guidance` in the same.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[StepRequestState],
+        *,
+        masks_text: bool,
+        rows_per_forward: int | None,
+        fuse_guidance: bool,
+    ) -> None:
         self.states = list(states)
         rollouts = [rollout_of(state) for state in states]
         self.size = (rollouts[0].params.height, rollouts[0].params.width)
@@ -166,17 +203,20 @@ class RowBatch:
         tables = [row.table for row in self.rows]
         self._table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device)
 
-        def forwards(prompts: list[PromptEmbeds | None]) -> list[Forward]:
-            return plan_forwards(prompts, masks_text=masks_text, rows_per_forward=rows_per_forward, device=device)
-
-        uncond = [rollout.uncond for rollout in rollouts for _ in rollout.rows]
-        guided = [i for i, prompt in enumerate(uncond) if prompt is not None]
-        self.cond = forwards([rollout.cond for rollout in rollouts for _ in rollout.rows])
-        self.uncond = forwards(uncond)
-        self.guided = None if len(guided) == len(self.rows) else torch.tensor(guided, device=device)
+        cond = [rollout.cond for rollout in rollouts for _ in rollout.rows]
+        spans = zip(self.spans, rollouts, strict=True)
+        negative = [(range(*span), rollout.uncond) for span, rollout in spans if rollout.uncond is not None]
+        uncond = {i: prompt for rows, prompt in negative for i in rows}
+        plan = functools.partial(plan_forwards, masks_text=masks_text, rows_per_forward=rows_per_forward)
+        negatives = list(uncond.values())
+        self.forwards = plan([*cond, *negatives]) if fuse_guidance else [*plan(cond), *plan(negatives, first=len(cond))]
+        self.guided: slice | Tensor = slice(None)
+        """[G], the guided rows; a slice if all are."""
+        if len(uncond) < len(cond):
+            self.guided = torch.tensor(list(uncond), dtype=torch.long, device=device)
         scales = [rollout.params.cfg_scale for rollout in rollouts for _ in rollout.rows]
         shape = (-1,) + (1,) * (self.latents.ndim - 1)
-        self.cfg_scale = torch.tensor([scales[i] for i in guided], device=device).view(shape)
+        self.cfg_scale = torch.tensor([scales[i] for i in uncond], device=device).view(shape)
 
     def stands_at(self, states: Sequence[StepRequestState]) -> bool:
         """Whether these very requests, at the steps where this batch left them, come next."""

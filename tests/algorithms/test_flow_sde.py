@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_omni.algorithms.flow_sde import (
+    LEAST_NOISE,
     SDE_TYPES,
     StepCoefficients,
     ode_coefficients,
@@ -23,60 +24,81 @@ SIGMAS = torch.linspace(1, 0, 11, dtype=torch.float64)
 SECOND = float(SIGMAS[1])
 
 
-def reference(x, v, eps, s, s2, a, kind):
-    """(next, log-prob, mean, std) of one row in float64, as the papers write it."""
+def reference(x, v, s, s2, second, a, kind):
+    """(mean, noise, std) of one row in float64, as the papers write it."""
     dt = s2 - s
+    if a < LEAST_NOISE or (kind == "cps" and s2 == 0):
+        return x + v * dt, 0.0, 0.0
     if kind == "sde":
-        std = a * math.sqrt(s / (1 - (SECOND if s == 1 else s)))
+        std = a * math.sqrt(s / (1 - (second if s == 1 else s)))
         mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt
-        noise = std * math.sqrt(-dt)
-    elif kind == "cps":
-        std = noise = s2 * math.sin(a * math.pi / 2)
-        x0, x1 = x - s * v, x + (1 - s) * v
-        mean = (1 - s2) * x0 + math.sqrt(s2**2 - std**2) * x1
-    else:
-        x0 = x - s * v
-        score = -(x - x0 * (1 - s)) / s**2
-        mean = x + dt * v - 0.5 * a**2 * score * dt
-        std = noise = a * math.sqrt(-dt)
-    after = mean + noise * eps
+        return mean, std * math.sqrt(-dt), std
+    x0, x1 = x - s * v, x + (1 - s) * v
     if kind == "cps":
-        log_prob = -((after - mean) ** 2).mean()
-    else:
-        log_prob = (-((after - mean) ** 2) / (2 * noise**2)).mean() - math.log(noise) - 0.5 * math.log(2 * math.pi)
-    return after, log_prob, mean, std
+        std = s2 * math.sin(a * math.pi / 2)
+        return (1 - s2) * x0 + math.sqrt(s2**2 - std**2) * x1, std, std
+    score = -(x - x0 * (1 - s)) / s**2
+    return x + dt * v - 0.5 * a**2 * score * dt, a * math.sqrt(-dt), a * math.sqrt(-dt)
+
+
+def density(after, mean, noise, kind):
+    """Log-probability of one row in float64."""
+    if noise == 0:
+        return 0.0
+    if kind == "cps":
+        return float(-((after - mean) ** 2).mean())
+    return float((-((after - mean) ** 2) / (2 * noise**2)).mean()) - math.log(noise) - 0.5 * math.log(2 * math.pi)
 
 
 @st.composite
 def rows(draw):
-    """Rows of any type, step and noise level, side by side."""
-    n = draw(st.integers(1, 6))
-    row = st.tuples(st.sampled_from(SDE_TYPES), st.integers(0, 9), st.floats(0.05, 1.0))
-    return [draw(row) for _ in range(n)], draw(st.integers(0, 2**31))
-
-
-@given(rows())
-def test_vectorised_step_equals_each_row_in_float64(case):
-    specs, seed = case
-    g = torch.Generator().manual_seed(seed)
-    x, v, eps = (torch.randn(len(specs), 5, 7, generator=g) for _ in range(3))
-    columns = []
-    for kind, i, a in specs:
-        s, s2 = SIGMAS[i : i + 1], SIGMAS[i + 1 : i + 2]
-        columns.append(sde_coefficients(s, s2, noise_level=a, sde_type=kind, second_sigma=SECOND))
-    coefficients = StepCoefficients(*(torch.cat(c).float() for c in zip(*columns, strict=True)))
-    step = sde_step(x, v, coefficients, noise=eps)
-    for r, (kind, i, a) in enumerate(specs):
-        after, log_prob, mean, std = reference(
-            x[r].double(), v[r].double(), eps[r].double(), float(SIGMAS[i]), float(SIGMAS[i + 1]), a, kind
+    """Rows of any type, schedule, step and noise level, side by side: (type, schedule, step, noise level)."""
+    steps, shift = st.integers(2, 50), st.sampled_from([0.5, 1.0, 3.0, 8.0])
+    made = []
+    for _ in range(draw(st.integers(1, 6))):
+        t, k = torch.linspace(1, 0, draw(steps) + 1, dtype=torch.float64), draw(shift)
+        level = draw(st.sampled_from([0.0, 1e-30]) | st.floats(0.05, 1.0))
+        made.append(
+            (draw(st.sampled_from(SDE_TYPES)), k * t / (1 + (k - 1) * t), draw(st.integers(0, len(t) - 2)), level)
         )
-        torch.testing.assert_close(step.mean[r].double(), mean, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(step.next_latents[r].double(), after, atol=1e-5, rtol=1e-5)
-        assert float(coefficients.std[r]) == pytest.approx(float(std), rel=1e-6)
-        if coefficients.noise[r] > 0:
-            assert float(step.log_prob[r]) == pytest.approx(float(log_prob), abs=1e-4)
-        else:
-            assert float(step.log_prob[r]) == 0
+    return made
+
+
+@given(rows(), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 2**31))
+def test_vectorised_step_equals_each_row_alone_and_in_float64(specs, dtype, taken, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, v, eps, other = (torch.randn(len(specs), 5, 7, generator=g) for _ in range(4))
+    v = v.to(dtype)
+    columns = [
+        sde_coefficients(s[i : i + 1], s[i + 1 : i + 2], noise_level=a, sde_type=kind, second_sigma=float(s[1]))
+        for kind, s, i, a in specs
+    ]
+    coefficients = StepCoefficients(*(torch.cat(c).float() for c in zip(*columns, strict=True)))
+    noise = eps * (coefficients.noise > 0).view(-1, 1, 1)
+
+    def step(rows: slice):
+        given = {"next_latents": other[rows]} if taken else {"noise": noise[rows]}
+        return sde_step(x[rows], v[rows], StepCoefficients(*(c[rows] for c in coefficients)), **given)
+
+    whole = step(slice(None))
+    for r, (kind, s, i, a) in enumerate(specs):
+        mean, scale, std = reference(x[r].double(), v[r].double(), float(s[i]), float(s[i + 1]), float(s[1]), a, kind)
+        rounding = 2**-22 * float(1 + x[r].abs().max() + v[r].float().abs().max() + whole.mean[r].abs().max())
+        after = other[r].double() if taken else mean + scale * noise[r].double()
+        assert float(coefficients.std[r]) == pytest.approx(std, rel=1e-6)
+        torch.testing.assert_close(whole.mean[r].double(), mean, atol=rounding, rtol=1e-5)
+        torch.testing.assert_close(whole.next_latents[r].double(), after, atol=rounding, rtol=1e-5)
+        # Of the step that is there, rounded as it is: its distance from the mean counts in units of the noise.
+        wanted = density(whole.next_latents[r].double(), mean, scale, kind)
+        blur = rounding / scale if scale and kind != "cps" else rounding
+        far = float((whole.next_latents[r].double() - mean).abs().max()) / (scale if scale and kind != "cps" else 1)
+        log_prob = float(whole.log_prob[r])
+        assert log_prob == pytest.approx(wanted, abs=2 * blur * (far + blur), rel=1e-5)
+        assert bool(scale) or log_prob == 0
+        alone = step(slice(r, r + 1))
+        torch.testing.assert_close(alone.mean[0], whole.mean[r], atol=rounding, rtol=0)
+        torch.testing.assert_close(alone.next_latents[0], whole.next_latents[r], atol=rounding, rtol=0)
+        assert float(alone.log_prob) == pytest.approx(log_prob, abs=2 * blur * (far + blur), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", SDE_TYPES)
@@ -90,9 +112,10 @@ def test_recomputing_the_log_prob_of_a_taken_step_gives_it_back(kind):
     torch.testing.assert_close(again.mean, taken.mean, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("level", [0.0, 1e-300, 1e-40, 1e-20, LEAST_NOISE / 2])
 @pytest.mark.parametrize("kind", SDE_TYPES)
-def test_noise_level_zero_is_the_ode_step_and_never_nan(kind):
-    c = sde_coefficients(SIGMAS[:-1], SIGMAS[1:], noise_level=0.0, sde_type=kind, second_sigma=SECOND)
+def test_a_noise_level_of_zero_or_next_to_it_is_the_ode_step_and_never_nan(kind, level):
+    c = sde_coefficients(SIGMAS[:-1], SIGMAS[1:], noise_level=level, sde_type=kind, second_sigma=SECOND)
     for column, ode in zip(c, ode_coefficients(SIGMAS[:-1], SIGMAS[1:]), strict=True):
         torch.testing.assert_close(column, ode, atol=1e-15, rtol=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -18,28 +19,97 @@ from verl_omni.pipelines.request_batch import (
 )
 
 IDS = ("prompt_token_ids", "prompt_ids")
-rows = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=9), min_size=1, max_size=6)
-forms = [lambda r: r, torch.tensor, lambda r: torch.tensor([r]), lambda r: torch.tensor(r, dtype=torch.int32)]
+INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FORMS = [
+    lambda row: row,
+    lambda row: row[None],
+    lambda row: row.tolist(),
+    lambda row: [row.tolist()],
+    lambda row: row.numpy(),
+]
+PLACES = [
+    lambda name, value: {name: value},
+    lambda name, value: {"additional_information": {name: value}},
+    lambda name, value: {"additional_information": {name: value}, name: None},
+]
 
 
 def collate(prompts, default=None):
     return collate_prompt_rows(prompts, IDS, default, device="cpu", field_name="prompt_token_ids", pad_value=0)
 
 
-@given(rows, st.data())
-def test_rows_of_any_form_are_padded_on_the_right(values, data):
-    places = [lambda r: {"prompt_token_ids": r}, lambda r: {"additional_information": {"prompt_ids": r}}]
-    prompts = [data.draw(st.sampled_from(places))(data.draw(st.sampled_from(forms))(row)) for row in values]
-    tensor, lengths = collate(prompts)
-    assert lengths == [len(row) for row in values]
-    assert tensor.shape == (len(values), max(lengths))
-    for got, row in zip(tensor.tolist(), values, strict=True):
-        assert got == row + [0] * (max(lengths) - len(row))
+@st.composite
+def prompts(draw):
+    """Rows of any lengths and dtypes, in any form and place, and their masks, which some of them have."""
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=6))  # some equal their number
+    dtypes = draw(st.sampled_from([INTEGERS, (torch.bool, *INTEGERS), (torch.uint8, *FLOATS)]))
+    rows, masks, made = [], [], []
+    for length in lengths:
+        row = torch.tensor(draw(st.lists(st.integers(0, 200), min_size=length, max_size=length)))
+        row = row.to(draw(st.sampled_from(dtypes)))
+        mask = torch.tensor(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+        form, mask_form = (
+            draw(st.sampled_from(FORMS[:4] if row.dtype is torch.bfloat16 else FORMS)),
+            draw(st.sampled_from(FORMS)),
+        )
+        prompt = draw(st.sampled_from(PLACES))(draw(st.sampled_from(IDS)), form(row))
+        if draw(st.booleans()):
+            prompt["mask"] = mask_form(mask.to(draw(st.sampled_from([torch.bool, torch.int64]))))
+        else:
+            mask = torch.ones(length, dtype=torch.bool)
+        rows.append(row), masks.append(mask), made.append(prompt)
+    return rows, masks, made
+
+
+@given(prompts(), st.integers(0, 3))
+def test_rows_of_any_form_keep_their_values_and_are_padded_on_the_right(case, room):
+    rows, masks, asked = case
+    tensor, lengths = collate(asked)
+    longest = max(map(len, rows))
+    assert lengths == [len(row) for row in rows]
+    assert tensor.shape == (len(rows), longest)
     mask = collate_prompt_mask(
-        prompts, ("mask",), None, device="cpu", field_name="mask", token_lengths=lengths, target_seq_len=max(lengths)
+        asked, ("mask",), None, device="cpu", field_name="mask", token_lengths=lengths, target_seq_len=longest + room
     )
-    assert mask.sum(1).tolist() == lengths
-    assert (tensor.bool() == mask).all()
+    assert mask.shape == (len(rows), longest + room) and mask.dtype is torch.bool
+    for i, (row, valid) in enumerate(zip(rows, masks, strict=True)):
+        assert tensor[i].double().tolist() == [*row.double().tolist(), *[0.0] * (longest - len(row))]
+        assert mask[i].tolist() == [*valid.tolist(), *[False] * (longest + room - len(row))]
+
+
+def test_the_dtype_is_the_common_one_and_no_integer_is_rounded_to_it():
+    def dtype(*kinds):
+        return collate([{"prompt_ids": torch.ones(2, dtype=kind)} for kind in kinds])[0].dtype
+
+    assert dtype(torch.int32, torch.int32) is torch.int32
+    assert dtype(torch.uint8, torch.int8) is torch.int16
+    assert dtype(torch.int64, torch.float16) is torch.float16
+    assert dtype(torch.uint16, torch.uint16) is dtype(torch.uint32, torch.int32) is torch.int64
+    with pytest.raises(
+        ValueError, match=r"prompt_token_ids of prompt 0 holds integers that torch\.float16, which others"
+    ):
+        collate([{"prompt_ids": [151643]}, {"prompt_ids": torch.ones(1, dtype=torch.float16)}])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("hello", "is no row of numbers"),
+        ([[1], [2, 3]], "is no row of numbers"),
+        ([10**30], "is no row of numbers"),
+        ([], r"has shape \[0\]"),
+        (3, r"has shape \[\]"),
+        ([[1, 2], [3, 4]], r"has shape \[2, 2\]"),
+        (torch.ones(2, 1), r"has shape \[2, 1\]"),
+    ],
+)
+def test_what_is_no_row_is_refused_with_its_prompt(value, message):
+    with pytest.raises(ValueError, match=f"prompt_token_ids of prompt 1 {message}"):
+        collate([{"prompt_ids": [1]}, {"prompt_ids": value}])
+    ask = dict(device="cpu", field_name="mask", token_lengths=[1, 4], target_seq_len=4)
+    with pytest.raises(ValueError, match=f"mask of prompt 1 {message}"):
+        collate_prompt_mask([{}, {"mask": value}], ("mask",), None, **ask)
 
 
 def test_the_first_alias_wins_and_a_default_fills_in():
@@ -49,17 +119,12 @@ def test_the_first_alias_wins_and_a_default_fills_in():
 
 
 def test_nobody_has_the_field():
-    assert collate(["text", {}]) == (None, None)
+    assert collate(["text", {}, {"additional_information": "text"}]) == (None, None)
 
 
 def test_a_missing_field_is_named_with_its_prompt():
     with pytest.raises(ValueError, match="prompt 1 has no prompt_token_ids"):
         collate([{"prompt_ids": [1]}, {}])
-
-
-def test_two_rows_in_one_prompt_are_refused():
-    with pytest.raises(ValueError, match=r"prompt_token_ids of prompt 0 has shape \[2, 2\]"):
-        collate([{"prompt_ids": [[1, 2], [3, 4]]}])
 
 
 def test_a_mask_of_another_length_is_refused():
@@ -85,32 +150,62 @@ def test_windows_are_each_row_s_own():
         sample_per_sample_sde_windows(**ask, batch_size=2, generator=[torch.Generator()])
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 12))
-def test_split_gives_each_request_its_rows_and_nothing_else(requests, n, width):
+ROWS = {
+    "tensor": (lambda x: x.clone(), lambda part: part),
+    "view": (lambda x: torch.cat([x, x])[: len(x)], lambda part: part),
+    "every other": (lambda x: torch.stack([x, x], dim=1).flatten(0, 1)[::2], lambda part: part),
+    "expanded": (lambda x: x[..., None].expand(*x.shape, 3), lambda part: part),
+    "list": (lambda x: list(x.unbind()), lambda part: part),
+    "tuple": (lambda x: tuple(x.unbind()), lambda part: part),
+    "lists": (lambda x: [[{"row": row}, row] for row in x.unbind()], lambda part: [row for _, row in part]),
+    "array": (lambda x: x.float().numpy(), lambda part: part),
+    "mapping": (
+        lambda x: {"a": {"b": list(x.unbind())}, "fps": 24, "scale": torch.ones(())},
+        lambda part: part["a"]["b"],
+    ),
+}
+"""Forms of a field with one entry a row: how it is made, and how its rows are read."""
+
+
+def tensors_in(value):
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 12), max_size=2), st.data())
+def test_split_gives_each_request_its_rows_and_nothing_else(requests, n, shape, data):
+    """Any sizes: further dimensions may be as long as there are rows, requests, or images of one."""
     total = requests * n
-    base = torch.arange(total, dtype=torch.float32)
+    numbers = torch.arange(total).view(total, *[1] * len(shape)).expand(total, *shape)
+    dtypes = st.sampled_from([torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.float64])
+    forms = [data.draw(st.sampled_from(list(ROWS))) for _ in range(4)]
+    payload, own, latents, log_probs = (ROWS[form][0](numbers.to(data.draw(dtypes))) for form in forms)
+    shared = list(range(total))  # as many entries as there are rows, and still not cut: only named groups are per row
+    metadata = {"rl": {"own": own, "seed": 7, "nothing": None}, "shared": shared}
+    wrapped = data.draw(st.booleans())
     result = DiffusionOutput(
-        output={
-            "payload": {"image": base[:, None].expand(total, width).clone()},
-            # `shared` has as many entries as there are rows, and is still not cut: only named groups are per row
-            "metadata": {"rl": {"sde_window": [[i, i] for i in range(total)]}, "shared": list(range(total))},
-        },
-        trajectory_latents=base[:, None, None].expand(total, 3, width).clone(),
-        trajectory_log_probs=base[:, None].clone(),
+        output={"payload": payload, "metadata": metadata} if wrapped else payload,
+        trajectory_latents=latents,
+        trajectory_log_probs=log_probs,
         peak_memory_mb=5.0,
     )
     parts = split_diffusion_output_by_request(result, SimpleNamespace(num_reqs=requests), num_outputs_per_prompt=n)
     assert len(parts) == requests
     for k, part in enumerate(parts):
-        want = [float(i) for i in range(k * n, k * n + n)]
-        assert part.output["payload"]["image"][:, 0].tolist() == want
-        assert part.trajectory_latents[:, 0, 0].tolist() == want
-        assert part.trajectory_log_probs[:, 0].tolist() == want
-        assert [w[0] for w in part.output["metadata"]["rl"]["sde_window"]] == want
-        assert part.output["metadata"]["shared"] == list(range(total))
-        assert part.trajectory_timesteps is None
-        assert part.peak_memory_mb == 5.0
-        assert part.trajectory_latents.untyped_storage().nbytes() == part.trajectory_latents.nbytes
+        assert part.trajectory_timesteps is None and part.peak_memory_mb == 5.0
+        fields = [part.output, None, part.trajectory_latents, part.trajectory_log_probs]
+        if wrapped:
+            rl = part.output["metadata"]["rl"]
+            assert rl["seed"] == 7 and rl["nothing"] is None and part.output["metadata"]["shared"] == shared
+            fields[:2] = part.output["payload"], rl["own"]
+        for form, value in zip(forms, fields, strict=True):
+            if value is not None:
+                rows = [float(torch.as_tensor(row).flatten()[0]) for row in ROWS[form][1](value)]
+                assert rows == list(range(k * n, k * n + n))
+            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors_in(value))
 
 
 def test_split_refuses_a_field_with_other_rows():

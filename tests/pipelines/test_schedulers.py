@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from verl_omni.algorithms.flow_sde import StepCoefficients, sde_coefficients, sde_step
+from verl_omni.algorithms.flow_sde import SDE_TYPES, StepCoefficients, sde_coefficients, sde_step
 from verl_omni.pipelines.schedulers import FlowMatchSDEDiscreteScheduler
 
 
@@ -37,6 +39,33 @@ def test_rows_at_different_steps_equal_the_plain_function(scheduler, sde_type):
     )
     torch.testing.assert_close(scored.log_prob, out.log_prob, atol=1e-5, rtol=0)
     torch.testing.assert_close(scored.prev_sample_mean, out.prev_sample_mean)
+
+
+@given(
+    st.integers(1, 20).flatmap(
+        lambda steps: st.tuples(st.just(steps), st.lists(st.integers(0, steps - 1), min_size=1))
+    ),
+    st.sampled_from([0.5, 1.0, 3.0, 8.0]),
+    st.sampled_from(SDE_TYPES),
+    st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_each_row_is_stepped_and_scored_as_if_it_were_alone(steps, shift, sde_type, noise_level, dtype):
+    scheduler = FlowMatchSDEDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(steps[0])
+    now = scheduler.timesteps[steps[1]]
+    v, x = torch.randn(2, len(now), 3, 5, generator=torch.Generator().manual_seed(len(now))).to(dtype)
+    knobs = dict(noise_level=noise_level, sde_type=sde_type, return_dict=False)
+    drawn = [torch.Generator().manual_seed(i) for i in range(len(now))]
+    together = scheduler.step(v, now, x, generator=drawn, **knobs)
+    scored = scheduler.step(v, now, x, prev_sample=together[0], **knobs)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in (*together, *scored))
+    for i, t in enumerate(now):
+        row = slice(i, i + 1)
+        one = scheduler.step(v[row], t, x[row], generator=torch.Generator().manual_seed(i), **knobs)
+        again = scheduler.step(v[row], t, x[row], prev_sample=together[0][row], **knobs)
+        for mine, theirs in zip((*one, *again), (*together, *scored), strict=True):
+            torch.testing.assert_close(mine[0], theirs[i], atol=1e-5, rtol=1e-5)
 
 
 def test_noise_level_zero_is_the_stock_euler_step(scheduler):

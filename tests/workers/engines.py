@@ -113,6 +113,7 @@ STEP_ONLY = Kind(
     notes=("the first note", "the second note"),
 )
 SERIAL = Kind(family="qwen_image", mode=RolloutMode.SERIAL)
+SD3_WAVES = Kind(family="sd3", mode=RolloutMode.REQUEST_LEVEL)
 
 
 class Engines:

@@ -32,12 +32,22 @@ SENSIBLE = {
     "engine_rows_per_forward": st.sampled_from([None, 1, 8]),
 }
 """Values that each can be, of all keys that the plan reads; together they may contradict each other."""
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.integers(0, 9).map(str)
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=5
+)
+"""Whatever somebody may write after a key."""
+
+
+def mapping_of(**keys: Any) -> dict[str, Any]:
+    """What is under ``rollout``; `engine_<key>` goes under engine_kwargs.vllm_omni."""
+    engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
+    return {**keys, "engine_kwargs": {"vllm_omni": engine}}
 
 
 def config(**keys: Any) -> DiffusionRolloutConfig:
-    """`engine_<key>` goes under engine_kwargs.vllm_omni."""
-    engine = {key.removeprefix("engine_"): keys.pop(key) for key in list(keys) if key.startswith("engine_")}
-    return build(DiffusionRolloutConfig, {**keys, "engine_kwargs": {"vllm_omni": engine}}, ROLLOUT)
+    """`keys` as in :func:`mapping_of`."""
+    return build(DiffusionRolloutConfig, mapping_of(**keys), ROLLOUT)
 
 
 def plan(capabilities: AdapterCapabilities, **keys: Any) -> RolloutPlan:

@@ -1,13 +1,19 @@
 """Requests that end before their time, or meet a change of the policy: the others stay as they were."""
 
 import asyncio
+import gc
+import itertools
 
+import psutil
 import pytest
 import torch
 
-from tests.workers.engines import LONG, collect, same, solo
+from tests.workers.engines import BATCHED, CAP, LONG, MERGED, collect, same, solo
+from verl_omni.pipelines.engine_backend import RolloutDiffusionEngine
+from verl_omni.pipelines.rows import Rollout, RowBatch
+from verl_omni.testing.soak.checks import check_memory
 from verl_omni.workers.rollout.plan import RolloutMode
-from verl_omni.workers.rollout.request import RolloutError
+from verl_omni.workers.rollout.request import RolloutError, RolloutSample
 
 pytestmark = pytest.mark.engine
 
@@ -60,22 +66,109 @@ def test_leaving_a_burst_early_aborts_the_rest(engine, run, ask, progress):
     assert running == 0 and same(sample, alone)
 
 
-def test_a_policy_that_arrives_in_mid_flight_waits(engine, run, ask, progress, loras):
+BRIEF = {"height": 32, "width": 32, "num_inference_steps": 3, "scale": 1.0}
+"""Of a request of which there are many."""
+
+
+def held(engine) -> dict[str, int]:
+    """How much each registry of ours holds, with the engine in this process."""
+    (backend,) = (o for o in gc.get_objects() if type(o) is RolloutDiffusionEngine and not o.stop_event.is_set())
+    queue, gate, flights = backend.scheduler, engine._gate, engine._flights._flights
+    return {
+        "flights": len(flights),
+        "trajectories": gate.running + len(gate._waiting) + len(gate._changes),
+        "queue": len(queue._waiting) + len(queue._arrivals) + len(queue._order._overtaken),
+        "bursts": sum(queue._bursts._missing.values()),
+        "requests": len(queue._request_states),
+        "rollouts": sum(isinstance(o, (Rollout, RowBatch)) for o in gc.get_objects()),
+        "tasks": len(asyncio.all_tasks()),
+    }
+
+
+async def ended_at(engine, progress, requests, forwards, ids):
+    """Outcomes of a burst of which `ids` (None: all) are aborted so many forwards after it came."""
+    task = asyncio.create_task(collect(engine, requests))
+    while len(engine._flights._flights) < len(requests):
+        await asyncio.sleep(0)
+    for _ in range(forwards):
+        await progress.forward(CAP, task)
+    await engine.abort(ids)
+    return await task
+
+
+@pytest.mark.parametrize("kind", BATCHED[:2], indirect=True, ids=str)
+def test_a_thousand_aborts_at_every_stage_leave_nothing_behind(engine, run, ask, progress):
+    many = [ask(str(i), **BRIEF) for i in range(12 * CAP)]
+    names = [request.request_id for request in many]
+    kinds = [(many[: CAP + 1], names[:1]), (many, names[1:-1]), (many, None)]
+    stages = range(2 * BRIEF["num_inference_steps"])  # sent, first step, later ones, and the same of the second batch
+
+    async def scenario():
+        want = await engine.generate(ask("alone", **BRIEF))
+        await engine.release_caches()
+        gc.collect()
+        before, aborted, memory = held(engine), 0, []
+        while aborted < 1000:
+            for stage, (requests, ids) in itertools.product(stages, kinds):
+                items = await ended_at(engine, progress, requests, stage, ids)
+                assert items.keys() == {request.request_id for request in requests}
+                errors = {name: item for name, item in items.items() if isinstance(item, RolloutError)}
+                assert errors.keys() <= {*(names if ids is None else ids)}
+                assert all(error.message == "aborted" for error in errors.values())
+                assert all(same(item, want) for item in items.values() if isinstance(item, RolloutSample))
+                aborted += len(errors)
+                memory.append(psutil.Process().memory_info().rss / 2**20)
+        again = await engine.generate(ask("alone", **BRIEF))
+        await engine.release_caches()
+        gc.collect()
+        return want, again, before, held(engine), memory
+
+    want, again, before, after, memory = run(scenario())
+    assert torch.equal(want.trajectory_latents, again.trajectory_latents)
+    assert after == before == before | dict.fromkeys(("flights", "trajectories", "queue", "bursts", "requests"), 0)
+    assert list(check_memory("the engine", memory)) == []
+
+
+@pytest.mark.parametrize("kind", [*BATCHED, *MERGED], indirect=True, ids=str)
+@pytest.mark.parametrize("what", ["lora", "weights"])
+def test_a_policy_that_arrives_in_mid_flight_waits(engine, run, ask, progress, loras, transformer, what):
+    original = {f"transformer.{name}": tensor for name, tensor in transformer.items()}
+    changed = {name: tensor * 1.1 for name, tensor in original.items()}
+
     async def scenario():
         alone = await engine.generate(ask("alone", **LONG))
         version = engine.policy_version
         task = await progress.under_way(engine.generate(ask("a", **LONG)), 1)
-        change = asyncio.create_task(engine.load_lora(loras[0]))
+        coming = engine.load_lora(loras[0]) if what == "lora" else engine.update_weights(changed)
+        change = asyncio.create_task(coming)
         while not engine._gate._changes:
             await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate(ask("late", **LONG)))
         running, late = await asyncio.gather(task, late)
         await change
         direct = await engine.generate(ask("direct", **LONG))
-        await engine.remove_lora()
+        await (engine.remove_lora() if what == "lora" else engine.update_weights(original))
         return alone, running, late, direct, version
 
     alone, running, late, direct, version = run(scenario())
     assert torch.equal(running.trajectory_latents, alone.trajectory_latents) and running.policy_version == version
     assert torch.equal(late.trajectory_latents, direct.trajectory_latents) and late.policy_version == version + 1
     assert not same(running, late, 1e-3)
+
+
+def test_a_sleep_in_mid_flight_waits_and_what_comes_meanwhile_is_told_of_it(engine, run, ask, progress):
+    async def scenario():
+        alone = await engine.generate(ask("alone", **LONG))
+        task = await progress.under_way(engine.generate(ask("a", **LONG)), 1)
+        sleep = asyncio.create_task(engine.sleep())
+        while not engine._gate._changes:
+            await asyncio.sleep(0)
+        with pytest.raises(RolloutError, match="asleep; call wake_up"):
+            await engine.generate(ask("late"))
+        await sleep
+        await engine.wake_up()
+        return alone, await task, await engine.generate(ask("awake", **LONG))
+
+    alone, running, awake = run(scenario())
+    assert torch.equal(running.trajectory_latents, alone.trajectory_latents)
+    assert torch.equal(awake.trajectory_latents, alone.trajectory_latents)

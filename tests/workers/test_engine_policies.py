@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from tests.workers.engines import BATCHED, MERGED, SERIAL, STEP_ONLY, collect, same, solo
+from tests.workers.engines import BATCHED, MERGED, SD3_WAVES, SERIAL, STEP_ONLY, collect, same, solo
 from tests.workers.policies import write_lora
 from verl_omni.pipelines import worker_extension
 from verl_omni.workers.rollout.request import RolloutError, RolloutSample
@@ -22,7 +22,7 @@ PER_FAMILY: dict[str, list[list[RolloutSample]]] = {}
 """Samples under each policy, of every engine that has run: those of one family must be equal."""
 
 
-@pytest.mark.parametrize("kind", [*BATCHED, *MERGED, SERIAL, STEP_ONLY], indirect=True, ids=str)
+@pytest.mark.parametrize("kind", [*BATCHED, *MERGED, SERIAL, STEP_ONLY, SD3_WAVES], indirect=True, ids=str)
 def test_lora_comes_goes_and_is_replaced_and_means_the_same_in_every_mode(engine, kind, run, ask, loras):
     async def scenario():
         samples = [await engine.generate(ask("base"))]

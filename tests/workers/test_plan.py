@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import subprocess
 import sys
+import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.workers.plans import ALL, BOTH, NEITHER, REQUEST, SENSIBLE, STEP, config, overridden, plan
-from verl_omni.workers.config import ConfigError
+from tests.workers.plans import ALL, BOTH, JSON, NEITHER, REQUEST, SENSIBLE, STEP, config, mapping_of, overridden, plan
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig, build
+from verl_omni.workers.config.base import field_names
+from verl_omni.workers.config.rollout import PLAN_KEYS
 from verl_omni.workers.rollout.asked import ROLLOUT
 from verl_omni.workers.rollout.plan import (
     DEFAULT_MAX_NUM_SEQS,
@@ -177,6 +182,43 @@ def test_following_the_errors_leads_to_a_plan(keys, capabilities):
         assert got.max_num_seqs == 1 or got.mode is not RolloutMode.SERIAL
         return
     raise AssertionError(f"no plan after four errors: {keys}")
+
+
+def keys_of(cls: type, prefix: str = "") -> list[str]:
+    """Dotted keys of a config class and of those in it, each with its parents."""
+    hints, keys = typing.get_type_hints(cls), []
+    for name in field_names(cls):
+        inner = keys_of(hints[name], f"{prefix}{name}.") if dataclasses.is_dataclass(hints[name]) else []
+        keys += [prefix + name, *inner]
+    return keys
+
+
+ENGINE_KEYS = ("engine_kwargs.vllm_omni", *(f"engine_kwargs.vllm_omni.{name}" for name in PLAN_KEYS))
+REMEDY = re.compile(" must be | holds | need | is too long|did you mean|; known: |; write |; leave ")
+
+
+@given(
+    st.sampled_from([*keys_of(DiffusionRolloutConfig), *ENGINE_KEYS]),
+    JSON,
+    st.fixed_dictionaries(SENSIBLE),
+    st.sampled_from(ALL),
+)
+def test_any_value_of_any_key_is_planned_or_refused_by_its_name(key, value, others, capabilities):
+    place = mapping = mapping_of(**others)
+    *parents, name = key.split(".")
+    for parent in parents:
+        place = place.setdefault(parent, {})
+    place[name] = value
+    problem: ConfigError | None = None
+    try:
+        resolve_plan(build(DiffusionRolloutConfig, mapping, ROLLOUT), capabilities)
+    except ConfigError as error:
+        problem = error
+    if isinstance(problem, PlanError):
+        assert problem.overrides
+    elif problem is not None:
+        assert f"{ROLLOUT}.{key}" in str(problem)
+        assert REMEDY.search(str(problem))
 
 
 def test_planning_imports_neither_torch_nor_the_engine():

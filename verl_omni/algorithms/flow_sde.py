@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 SDE_TYPES = ("sde", "cps", "dance_sde")
+LEAST_NOISE = 1e-12
+"""Standard deviation up to which noise counts as none: float32 latents lose it, and its density would overflow."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and far from 1: rows of one request never meet the seeds of its neighbours
 _SEED_RANGE = 2**63 - 1
 
@@ -65,7 +67,8 @@ def sde_coefficients(
     """Coefficients of the stochastic step from `sigma` to `sigma_next` (float64, the shape of `sigma`).
 
     `second_sigma` is the schedule's second entry: it stands in for sigma = 1 where "sde" divides by 1 - sigma. Where
-    the noise comes out as 0 (``noise_level`` 0, or cps going to sigma 0) the step is the ODE step.
+    the noise comes out as 0 (``noise_level`` 0, or cps going to sigma 0) or within `LEAST_NOISE` of it, the step is the
+    ODE step.
 
     Raises ValueError for an unknown `sde_type`.
     """
@@ -91,7 +94,7 @@ def sde_coefficients(
         precision, log_norm = 1 / (2 * noise**2), torch.log(noise) + 0.5 * math.log(2 * math.pi)
     stochastic = StepCoefficients(latent, velocity, noise, precision, log_norm, std)
     return StepCoefficients(
-        *(torch.where(noise > 0, x, y) for x, y in zip(stochastic, ode_coefficients(s, s_next), strict=True))
+        *(torch.where(noise > LEAST_NOISE, x, y) for x, y in zip(stochastic, ode_coefficients(s, s_next), strict=True))
     )
 
 

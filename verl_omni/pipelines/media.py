@@ -23,7 +23,7 @@ Decode = Callable[[Tensor, tuple[int, int]], Tensor]
 
 
 def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
-    """Give each request its media [n, ...], and a flag [n] on the device whether its latents are finite.
+    """Give each request its media [n, ...], and a flag [n] on the device whether latents and pixels are finite.
 
     `states` share one image size. Decodes take `rows_at_once`, or fewer if `limit`, in pixels, says so. Where decoding
     fails for one request alone, its error is kept on it; where it may not be repeated for each alone, on all.
@@ -40,7 +40,10 @@ def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at
         with contained():
             latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
             finite = torch.isfinite(latents.flatten(1)).all(1)
-            media = latents if kind == "latent" else _pixels(latents, size, decode, rows_at_once, limit)
+            media = latents
+            if kind != "latent":
+                media, sound = _pixels(latents, size, decode, rows_at_once, limit)
+                finite &= sound
     except Exception as error:
         if len(states) > 1 and limit.repeats:
             logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)
@@ -57,15 +60,21 @@ def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at
         rollout.media, rollout.finite = rows, ok
 
 
-def _pixels(latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int, limit: RowLimit) -> Tensor:
-    """uint8 [B, 3, H, W], `rows_at_once` at a time: the VAE's activations are the peak of a rollout's memory."""
+def _pixels(
+    latents: Tensor, size: tuple[int, int], decode: Decode, rows_at_once: int, limit: RowLimit
+) -> tuple[Tensor, Tensor]:
+    """uint8 [B, 3, H, W], and [B] whether they were finite before, which the rounding of NaN to black hides.
+
+    `rows_at_once` at a time: the VAE's activations are the peak of a rollout's memory.
+    """
     height, width = size
 
-    def run(rows: Tensor) -> Tensor:
+    def run(rows: Tensor) -> tuple[Tensor, Tensor]:
         images = check_shape("decode", decode(rows, size), (len(rows), 3, height, width))
-        return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+        pixels = (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+        return pixels, torch.isfinite(images.flatten(1)).all(1)
 
     parts = limit.run(
         latents.split(rows_at_once), run, cost=lambda _: height * width, describe=lambda _: f"{height}x{width} pixels"
     )
-    return torch.cat([pixels for _, pixels in parts])
+    return torch.cat([pixels for _, (pixels, _) in parts]), torch.cat([finite for _, (_, finite) in parts])

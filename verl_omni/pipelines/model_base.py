@@ -154,7 +154,8 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         assert rollout.media is not None and rollout.finite is not None
         if not bool(rollout.finite.all()):
             raise FloatingPointError(
-                "the latents became NaN or infinite while denoising; lower noise_level, or check weights and dtype"
+                "the latents became NaN or infinite while denoising, or the pixels in the VAE; lower noise_level, or "
+                "check weights and dtype"
             )
         with _told(state), self.clock.stage("transfer"):
             return finished_output(rollout, self._host_copies)

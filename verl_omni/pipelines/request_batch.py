@@ -6,6 +6,7 @@ Adapters on ``VllmOmniPipelineBase`` need none of them. Legend: N prompts, L the
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _ROW_GROUPS = ("prompt_embeddings", "rl")
 """Metadata groups whose tensors and lists have one entry a row."""
+_UNPROMOTED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def collate_prompt_rows(
@@ -33,14 +35,16 @@ def collate_prompt_rows(
 ) -> tuple[Tensor | None, list[int] | None]:
     """Gather one row a prompt under the first of `aliases` that it has, padded on the right.
 
-    A row is a list, a 1-D or a [1, L] tensor; the dtype is the rows' common one. A prompt without the field gets
-    `default_value`. Returns (None, None) when no prompt has it and there is no default.
+    A row is a list, a 1-D or a [1, L] tensor; the dtype is the rows' common one, as torch promotes (unsigned integers
+    of more than 8 bits, which it does not, count as int64). A prompt without the field gets `default_value`. Returns
+    (None, None) when no prompt has it and there is no default.
 
     Returns:
         rows [N, L] on `device`, and the N lengths before padding.
 
     Raises:
-        ValueError: some prompts have the field and others do not, or a row has another shape.
+        ValueError: some prompts have the field and others do not; a row has another shape, holds no numbers, or holds
+            integers that the common dtype does not.
     """
     values = [_field(prompt, aliases, default_value) for prompt in prompts]
     if all(value is None for value in values):
@@ -49,16 +53,11 @@ def collate_prompt_rows(
     for i, value in enumerate(values):
         if value is None:
             raise ValueError(f"prompt {i} has no {field_name} while others do; give it to all of them, or to none")
-        row = torch.as_tensor(value, device=device)
-        row = row[0] if row.ndim == 2 and row.shape[0] == 1 else row
-        if row.ndim != 1 or not len(row):
-            raise ValueError(
-                f"{field_name} of prompt {i} has shape {list(row.shape)}; use a list, [L] or [1, L], not empty"
-            )
-        rows.append(row)
-    dtype = rows[0].dtype
-    for row in rows[1:]:
-        dtype = torch.promote_types(dtype, row.dtype)
+        rows.append(_row(value, f"{field_name} of prompt {i}").to(device))
+    dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
+    for i, row in enumerate(rows):
+        if row.dtype != dtype and not row.is_floating_point() and not torch.equal(row.to(dtype).to(row.dtype), row):
+            raise ValueError(f"{field_name} of prompt {i} holds integers that {dtype}, which others have, does not")
     padded = torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True, padding_value=pad_value)
     return padded, [len(row) for row in rows]
 
@@ -75,20 +74,21 @@ def collate_prompt_mask(
 ) -> Tensor:
     """Bool mask [N, target_seq_len], true on valid tokens.
 
-    A prompt's own mask must cover its `token_lengths` entries; a prompt without one has all of its tokens valid.
+    A prompt's own mask, a row as in :func:`collate_prompt_rows`, must cover its `token_lengths` entries; a prompt
+    without one has all of its tokens valid.
 
     Raises:
-        ValueError: a mask has another length than its tokens, or the tokens are longer than `target_seq_len`.
+        ValueError: a mask is no row, or of another length than its tokens, or these are more than `target_seq_len`.
     """
     masks = torch.zeros(len(prompts), target_seq_len, dtype=torch.bool)
     for i, (prompt, length) in enumerate(zip(prompts, token_lengths, strict=True)):
         if length > target_seq_len:
             raise ValueError(f"prompt {i} has {length} tokens, above target_seq_len={target_seq_len}")
         value = _field(prompt, aliases, default_value)
-        row = torch.ones(length, dtype=torch.bool) if value is None else torch.as_tensor(value).bool().flatten()
+        row = torch.ones(length) if value is None else _row(value, f"{field_name} of prompt {i}")
         if len(row) != length:
             raise ValueError(f"{field_name} of prompt {i} has {len(row)} entries for {length} tokens")
-        masks[i, :length] = row
+        masks[i, :length] = row.bool()
     return masks.to(device)
 
 
@@ -126,7 +126,7 @@ def split_diffusion_output_by_request(
     """One output a request from the output of a whole batch.
 
     Payload, trajectory fields and the metadata groups ``prompt_embeddings`` and ``rl`` hold N·n rows in request order
-    and are sliced; other metadata is shared by all. Every tensor of the parts owns its storage.
+    and are sliced; numbers in them, and other metadata, are shared by all. Every tensor of the slices owns its storage.
 
     Raises:
         ValueError: `num_outputs_per_prompt` is not positive, or a field has another number of rows.
@@ -140,14 +140,13 @@ def split_diffusion_output_by_request(
             return None
         if isinstance(value, Mapping):
             return {key: cut(f"{name}.{key}", item, start) for key, item in value.items()}
-        if not isinstance(value, (Tensor, list, tuple)) and not hasattr(value, "shape"):
+        if not isinstance(value, (list, tuple)) and getattr(value, "shape", ()) == ():
             return value
         if len(value) != total:
             raise ValueError(
                 f"{name} has {len(value)} rows for {req.num_reqs} requests of {num_outputs_per_prompt} outputs each"
             )
-        part = value[start : start + num_outputs_per_prompt]
-        return part.clone() if isinstance(part, Tensor) else part
+        return _owned(value[start : start + num_outputs_per_prompt])
 
     def one(index: int) -> DiffusionOutput:
         start = index * num_outputs_per_prompt
@@ -166,9 +165,32 @@ def split_diffusion_output_by_request(
     return [one(i) for i in range(req.num_reqs)]
 
 
+def _row(value: Any, name: str) -> Tensor:
+    try:
+        row = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is no row of numbers: {error}") from error
+    row = row[0] if row.ndim == 2 and row.shape[0] == 1 else row
+    if row.ndim != 1 or not len(row):
+        raise ValueError(f"{name} has shape {list(row.shape)}; use a list, [L] or [1, L], not empty")
+    return row.long() if row.dtype in _UNPROMOTED else row
+
+
+def _owned(part: Any) -> Any:
+    """`part`, none of whose tensors is a view of more than itself."""
+    if isinstance(part, Tensor):
+        return part.clone()
+    if isinstance(part, Mapping):
+        return {key: _owned(item) for key, item in part.items()}
+    if isinstance(part, (list, tuple)):
+        return [_owned(item) for item in part] if isinstance(part, list) else tuple(map(_owned, part))
+    return part
+
+
 def _field(prompt: object, aliases: Sequence[str], default: Any) -> Any:
     if isinstance(prompt, Mapping):
-        for source in (prompt, prompt.get("additional_information") or {}):
+        nested = prompt.get("additional_information")
+        for source in (prompt, nested if isinstance(nested, Mapping) else {}):
             for name in aliases:
                 if source.get(name) is not None:
                     return source[name]

@@ -9,16 +9,20 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.config.base import integer
 
 _LAUNCHER = ("engine/async_omni_engine.py", "_create_default_diffusion_stage_cfg")
 _CONFIG = ("diffusion/data.py", "OmniDiffusionConfig")
-_START_KEYS = {"stage_init_timeout", "init_timeout", "log_stats"}
+_TIMEOUTS = {"stage_init_timeout", "init_timeout"}
+"""Seconds, integers."""
+_START_KEYS = {*_TIMEOUTS, "log_stats"}
 """What the launcher takes beside the options of a stage."""
+_PREFIX = f"{DiffusionRolloutConfig.KEY}.engine_kwargs.vllm_omni"
 
 
 @functools.cache
@@ -39,19 +43,37 @@ def engine_keys() -> frozenset[str]:
     )
 
 
-def check_engine_values(options: dict[str, Any]) -> None:
-    """Have the engine's config class check the values of `options`; imports the engine, loads no model.
+def check_engine_values(options: Mapping[str, Any]) -> None:
+    """Have the engine check the values of `options` as it does when it starts; imports the engine, loads no model.
 
-    Raises :class:`ConfigError` with what the engine says.
+    Raises :class:`ConfigError` with what the engine says, and of which option where that is one alone.
     """
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    for key in _TIMEOUTS & options.keys():
+        integer(f"{_PREFIX}.{key}", options[key], low=1, null="the engine's default")
+    error = _refusal(options)
+    if error is None:
+        return
+    alone = ({key: value} for key, value in options.items())
+    refused, error = next(((one, why) for one in alone if (why := _refusal(one)) is not None), (options, error))
+    said = " ".join(str(error).split()) or repr(error)
+    raise ConfigError(
+        f"{_PREFIX}: the engine rejects {dict(refused)}: {said}; write another value, or null for the engine's default"
+    ) from error
 
+
+def _refusal(options: Mapping[str, Any]) -> Exception | None:
+    """What the engine raises for these options."""
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.engine.async_omni_engine import AsyncOmniEngine
+
+    launcher = getattr(AsyncOmniEngine, _LAUNCHER[1], None)
     try:
         OmniDiffusionConfig.from_kwargs(**options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.engine_kwargs.vllm_omni: the engine rejects {options}: {error}"
-        ) from error
+        if launcher is not None:  # it reads the sizes of parallel groups, which the config class does not
+            OmniDiffusionConfig.from_kwargs(**launcher(dict(options))[0]["engine_args"])
+    except Exception as error:  # of any kind: it trusts most types
+        return error
+    return None
 
 
 def _definition(root: Path, file: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:

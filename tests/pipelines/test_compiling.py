@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from verl_omni.bench.random_lora import random_lora
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.testing.harness import AdapterEngine, Arrival
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
+from verl_omni.workers.rollout.staging import staged_lora
 
 
 def pipeline(**parts):
@@ -44,31 +47,57 @@ def test_a_compilation_that_fails_is_logged_here_as_the_engine_only_warns(caplog
     assert record.levelname == "ERROR" and "runs eagerly" in record.message and "no such kernel" in caplog.text
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("family", "architecture"), [("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")]
-)
-def test_after_a_warm_up_nothing_is_compiled_again(request, monkeypatch, family, architecture):
-    adapter, model = AdapterRegistry.get_class(architecture), request.getfixturevalue(f"tiny_{family}")
+def ask(name, words=0, **knobs):
+    prompt = "a red circle " + "and another " * words
+    knobs = {"height": 64, "width": 64, "num_inference_steps": 3, "max_sequence_length": 128, **knobs}
+    return RolloutRequest(request_id=name, prompt=prompt, seed=len(name) + words, **knobs)
+
+
+@pytest.fixture(params=[("qwen", "QwenImagePipeline"), ("sd3", "StableDiffusion3Pipeline")], ids=lambda p: p[0])
+def compiled(request, monkeypatch):
+    """An engine whose pipeline is compiled as on a GPU, and the folder of its model."""
     # Which graphs are made is the same with every backend; this one makes them at once.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-
-    def ask(name, words, **knobs):
-        prompt = "a red circle " + "and another " * words
-        knobs = {"height": 64, "width": 64, "num_inference_steps": 3, "max_sequence_length": 128, **knobs}
-        return RolloutRequest(request_id=name, prompt=prompt, seed=len(name) + words, **knobs)
-
-    with AdapterEngine(adapter, model, RolloutMode.STEP_WISE, torch.bfloat16) as engine:
+    family, architecture = request.param
+    model = request.getfixturevalue(f"tiny_{family}")
+    with AdapterEngine(AdapterRegistry.get_class(architecture), model, RolloutMode.STEP_WISE, torch.bfloat16) as engine:
         engine.pipeline.decode_rows = 4
         engine.pipeline.fuse()
         engine.pipeline.setup_compile()
-        engine.run(ask("alone", 0))
-        engine.run(*(ask(f"whole {i}", 0) for i in range(4)))
-        engine.run(*(ask(f"mixed {i}", i) for i in range(6)))
-        assert engine.pipeline.read_stats(reset=True).compiled_graphs > 0
-        outputs = engine.run(
-            *(ask(f"more {i}", 2 * i) for i in range(5)),
-            *(Arrival(request=ask(f"late {i}", 3 + i), after=i) for i in range(3)),
-        )
-        assert not any(isinstance(output, Exception) for output in outputs)
-        assert engine.pipeline.read_stats().compiled_graphs == 0
+        yield engine, model
+
+
+@pytest.mark.engine
+def test_after_a_warm_up_nothing_is_compiled_again(compiled):
+    engine, _ = compiled
+    engine.run(ask("alone"))
+    engine.run(*(ask(f"whole {i}") for i in range(4)))
+    engine.run(*(ask(f"mixed {i}", i) for i in range(6)))
+    assert engine.pipeline.read_stats(reset=True).compiled_graphs > 0
+    outputs = engine.run(
+        *(ask(f"more {i}", 2 * i) for i in range(5)),
+        *(Arrival(request=ask(f"late {i}", 3 + i), after=i) for i in range(3)),
+    )
+    assert not any(isinstance(output, Exception) for output in outputs)
+    assert engine.pipeline.read_stats().compiled_graphs == 0
+
+
+@pytest.mark.engine
+def test_blocks_with_a_lora_are_whole_graphs_and_the_next_lora_takes_them_over(compiled, monkeypatch):
+    from vllm.lora.request import LoRARequest
+
+    engine, model = compiled
+    manager = engine.worker.lora_manager
+    activate = manager.set_active_adapter
+    monkeypatch.setattr(manager, "set_active_adapter", lambda *_, **__: None)  # else each request brings its own
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    lora = random_lora(config, 4, torch.bfloat16)
+    graphs = []
+    for version in (1, 2):
+        with staged_lora(lora, engine.pipeline.lora_key_map) as folder:
+            activate(LoRARequest(f"policy-{version}", version, str(folder)))
+        torch._dynamo.utils.counters["graph_break"].clear()
+        assert not isinstance(engine.run(*(ask(f"policy {version}, {i}") for i in range(4)))[0], Exception)
+        assert not torch._dynamo.utils.counters["graph_break"]
+        graphs.append(engine.pipeline.read_stats(reset=True).compiled_graphs)
+    assert graphs[0] > 0 and graphs[1] == 0

@@ -75,7 +75,12 @@ class AdapterEngine:
     @property
     def pipeline(self) -> Any:
         """The adapter instance."""
-        return self._engine.executor.driver_worker.worker.model_runner.pipeline
+        return self.worker.model_runner.pipeline
+
+    @property
+    def worker(self) -> Any:
+        """The engine's worker, which runs in this process."""
+        return self._engine.executor.driver_worker.worker
 
     def run(self, *requests: RolloutRequest | Arrival) -> list[Any]:
         """Submit together what has no `after`, the rest as their time comes; an output or an exception a request."""
@@ -131,7 +136,7 @@ class AdapterEngine:
         """Call something of the pipeline as the engine calls it; nothing may be in flight."""
         from vllm_omni.diffusion.forward_context import set_forward_context
 
-        runner = self._engine.executor.driver_worker.worker.model_runner
+        runner = self.worker.model_runner
         context = set_forward_context(vllm_config=runner.vllm_config, omni_diffusion_config=runner.od_config)
         with torch.inference_mode(), context:
             return function()

@@ -21,7 +21,7 @@ class FusedAttention(stock.SD3CrossAttention):
         text = None if encoder_hidden_states is None else self.add_kv_proj(encoder_hidden_states)[0]
         own = (self.norm_q.weight, self.norm_k.weight)
         added = own if text is None else (self.norm_added_q.weight, self.norm_added_k.weight)
-        q, k, v = join_qkv(text, image, (*added, *own), None, heads=self.to_qkv.num_heads, eps=self.eps)
+        q, k, v = join_qkv(text, image, (*added, *own), None, heads=self.attn.num_heads, eps=self.eps)
         joint = self.attn(q, k, v).flatten(2, 3)
         length = 0 if text is None else text.shape[1]
         out, _ = self.to_out[0](joint[:, length:])

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,21 @@ def can_graph(device: torch.device, od_config: OmniDiffusionConfig) -> bool:
     """Whether encoders may run as graphs: on CUDA, unless eager execution was asked for or weights move."""
     moving = any(getattr(od_config, option, False) for option in _MOVING)
     return device.type == "cuda" and not od_config.enforce_eager and not moving
+
+
+@contextmanager
+def beside() -> Iterator[Callable[[], None]]:
+    """In a capture, the block's kernels run beside those that follow it, up to the call of what this yields.
+
+    Elsewhere the block runs as it stands: memory that two streams share needs more care than it is worth there.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        yield lambda: None
+        return
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield lambda: current.wait_stream(side)
 
 
 @dataclass(frozen=True)

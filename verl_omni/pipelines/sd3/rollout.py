@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm_omni.diffusion.models.sd3 import StableDiffusion3Pipeline
 
-from verl_omni.pipelines.graphed import GraphedEncoder, can_graph
+from verl_omni.pipelines.graphed import GraphedEncoder, beside, can_graph
 from verl_omni.pipelines.hooks import Ids
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
@@ -67,11 +67,13 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
         # Whole masks: transformers would build its own otherwise, and under capture that copies from the host.
         causal = torch.ones(1, 1, first.shape[1], first.shape[1], dtype=torch.bool, device=first.device).tril()
         everything = torch.zeros(1, 1, 1, third.shape[1], dtype=self.text_encoder_3.dtype, device=third.device)
-        outputs = [
-            encoder(tokens, attention_mask=causal, output_hidden_states=True)
-            for encoder, tokens in ((self.text_encoder, first), (self.text_encoder_2, second))
-        ]
+        with beside() as clip_done:  # its kernels are too small to fill a GPU
+            outputs = [
+                encoder(tokens, attention_mask=causal, output_hidden_states=True)
+                for encoder, tokens in ((self.text_encoder, first), (self.text_encoder_2, second))
+            ]
         t5 = self.text_encoder_3(third, attention_mask=everything)[0]
+        clip_done()
         joined = torch.cat([output.hidden_states[-2] for output in outputs], dim=-1)
         joined = torch.nn.functional.pad(joined, (0, t5.shape[-1] - joined.shape[-1]))
         pooled = torch.cat([output[0] for output in outputs], dim=-1)

@@ -204,6 +204,12 @@ def test_the_limits_of_a_request_are_those_of_the_page():
     assert limits in " ".join(prose(BATCHING).split())
 
 
+def test_the_page_tells_up_to_how_many_tokens_guidance_takes_one_forward():
+    from verl_omni.pipelines.rows import FUSED_GUIDANCE_TOKENS
+
+    assert f"up to {FUSED_GUIDANCE_TOKENS:,} tokens of image and text together" in " ".join(prose(BATCHING).split())
+
+
 def test_the_rollout_code_of_each_model_is_as_short_as_the_page_says():
     (limit,) = re.findall(r"a model, its rollout at most (\d+) lines", (ROOT / "CONTRIBUTING.md").read_text())
     for model in ("qwen_image", "sd3"):

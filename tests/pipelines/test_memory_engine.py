@@ -182,7 +182,7 @@ def test_the_free_memory_bounds_a_forward_where_the_plan_does_not_and_is_asked_f
     monkeypatch.setattr(pipeline, "rows_per_forward", 3)
     sizes.clear()
     assert same(engine.run(*asked), wanted)
-    assert sizes == [3, 3, 3, 3, 3, 1] * 4
+    assert sizes == [3, 3, 2] * 2 * 4
     assert len(asks) == 1
     assert pipeline.stats.out_of_memory == 0
 

@@ -67,11 +67,11 @@ class RowForwards(ModelHooks):
     def gather(self, states: Sequence[StepRequestState]) -> RowBatch:
         """The rows of prepared `states` of one image size, at whatever steps they stand.
 
-        Where the plan gives no ``rows_per_forward``, the free memory does.
+        Where the plan gives no ``rows_per_forward``, the free memory does, and few rows are guided in one forward.
         """
-        fused = fuses_guidance(states, image_tokens=self.image_tokens(tuple(states[0].latents.shape[1:])))
-        limit = self.rows_per_forward
+        limit, fused = self.rows_per_forward, False
         if limit is None:
+            fused = fuses_guidance(states, image_tokens=self.image_tokens(tuple(states[0].latents.shape[1:])))
             limit = forecast_rows(
                 states,
                 functools.partial(self._row_bytes, states[0].latents),

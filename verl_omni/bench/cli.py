@@ -32,7 +32,7 @@ from verl_omni.bench.plot import save_plot
 from verl_omni.bench.record import make_profile
 from verl_omni.bench.report import say, tables
 from verl_omni.bench.session import Session, checked_key, make_bench
-from verl_omni.utils.console import own_stderr
+from verl_omni.utils.console import log_to_stderr, own_stderr
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.profile_key import ATTENTION_VARIABLE
 
@@ -43,7 +43,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (None: those of the command line); returns the exit status."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # an engine start warns a lot, and there are many
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=own_stderr())
+    log_to_stderr(logging.WARNING)
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv, __doc__ or "")
     if args.attention is not None:

@@ -10,12 +10,12 @@ from typing import TextIO
 from verl_omni.utils.secrets import ScrubbingFormatter
 
 
-def log_to_stderr() -> None:
-    """What an entry point's process logs, on standard error, without secrets: ours from INFO, others' from WARNING."""
+def log_to_stderr(ours: int = logging.INFO) -> None:
+    """What an entry point's process logs, on standard error, without secrets: `ours` is our level, others' is WARNING."""
     handler = logging.StreamHandler(own_stderr())
     handler.setFormatter(ScrubbingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("verl_omni").setLevel(logging.INFO)
+    logging.getLogger("verl_omni").setLevel(ours)
 
 
 def own_stdout() -> TextIO:

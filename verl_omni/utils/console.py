@@ -11,7 +11,7 @@ from verl_omni.utils.secrets import ScrubbingFormatter
 
 
 def log_to_stderr(ours: int = logging.INFO) -> None:
-    """What an entry point's process logs, on standard error, without secrets: `ours` is our level, others' is WARNING."""
+    """What an entry point's process logs, on standard error, without secrets: ours from `ours` on, others' WARNING."""
     handler = logging.StreamHandler(own_stderr())
     handler.setFormatter(ScrubbingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -26,9 +26,12 @@ SECOND = float(SIGMAS[1])
 
 def reference(x, v, s, s2, second, a, kind):
     """(mean, noise, std) of one row in float64, as the papers write it."""
+    mean, noise, std = stochastic(x, v, s, s2, second, a, kind)
+    return (mean, noise, std) if noise > LEAST_NOISE else (x + v * (s2 - s), 0.0, 0.0)
+
+
+def stochastic(x, v, s, s2, second, a, kind):
     dt = s2 - s
-    if a < LEAST_NOISE or (kind == "cps" and s2 == 0):
-        return x + v * dt, 0.0, 0.0
     if kind == "sde":
         std = a * math.sqrt(s / (1 - (second if s == 1 else s)))
         mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt

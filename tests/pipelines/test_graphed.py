@@ -39,6 +39,13 @@ def captures(monkeypatch):
     return captures
 
 
+def test_outside_a_capture_what_may_run_beside_the_rest_runs_as_it_stands():
+    with graphed.beside() as done:
+        (doubled,) = double(torch.ones(2))
+    done()
+    assert doubled.tolist() == [2, 2]
+
+
 def double(ids):
     return (ids * 2,)
 

@@ -31,6 +31,11 @@ def rollout(*rows: Row, size: int = 4, dtype: torch.dtype = torch.uint8) -> Roll
     return Rollout(params=SimpleNamespace(), rows=list(rows), cond={}, uncond=None, media=media, finite=finite)
 
 
+def move(rollouts: list[Rollout]) -> None:
+    states = [SimpleNamespace(request_id=f"r{i}", extra={"rollout": one}) for i, one in enumerate(rollouts)]
+    results_to_host(states, torch.device("cpu"))
+
+
 def recorded(one: Rollout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.stack(r.latents), torch.stack(r.log_probs)) for r in one.rows if r.steps]
 
@@ -50,7 +55,7 @@ def test_each_rollout_gets_back_what_was_its_own():
         )
         for one in rollouts
     ]
-    results_to_host(rollouts)
+    move(rollouts)
     for one, (media, finite, trajectories) in zip(rollouts, wanted, strict=True):
         assert one.error is None and torch.equal(one.media, media) and torch.equal(one.finite, finite)
         for mine, theirs in zip(recorded(one), trajectories, strict=True):
@@ -63,7 +68,7 @@ def test_what_cannot_be_moved_fails_alone():
     failed = rollout(row([0, 1]))
     failed.error = KeyError("earlier")
     good, other_size = rollout(row([0, 1])), rollout(row([0, 1]), size=6)
-    results_to_host([good, broken, failed, other_size])
+    move([good, broken, failed, other_size])
     assert isinstance(broken.error, RuntimeError) and isinstance(failed.error, KeyError)
     assert good.error is None and other_size.error is None
     assert good.rows[0].trajectory() is not None

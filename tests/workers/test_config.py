@@ -213,7 +213,12 @@ async def test_an_engine_that_cannot_merge_is_closed_again_and_says_which_key_to
 
     omni.collective_rpc, omni.shutdown = refuse, lambda: closed.append(True)
     monkeypatch.setattr(engine_module, "launch", lambda *_: omni)
-    start = {"model_path": "m", "plan": resolve_plan(rollout(None), CAPABLE), "adapter": "builtins.object", "lora_key_map": {}}
+    start = {
+        "model_path": "m",
+        "plan": resolve_plan(rollout(None), CAPABLE),
+        "adapter": "builtins.object",
+        "lora_key_map": {},
+    }
     with pytest.raises(ConfigError, match=rf"{ROLLOUT}\.merge_lora=true: .*quantized; use merge_lora=false"):
         await RolloutEngine.start(**start, merge_lora=True)
     assert closed == [True]

@@ -253,7 +253,9 @@ def test_models_are_compiled_on_an_accelerator_unless_the_engine_is_to_run_eager
 @pytest.mark.parametrize(("device", "cuda"), [("cpu", False), ("NVIDIA H200", True)])
 def test_what_compiles_by_default_does_so_in_the_engine(monkeypatch, device, cuda):
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    arguments = engine_arguments(plan(BOTH), adapter="a.B", dtype="float32", executor="uni", engine_kwargs={})
+    arguments = engine_arguments(
+        plan(BOTH), adapter="a.B", dtype="float32", executor="uni", engine_kwargs={}, masks_text=True
+    )
     assert ProfileKey.of(config(), model="m", device=device, cfg=True).compiled == (not arguments["enforce_eager"])
 
 

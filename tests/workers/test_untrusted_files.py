@@ -42,7 +42,9 @@ def test_nothing_of_ours_unpickles_or_trusts_code_by_itself(file):
 
 def test_a_models_own_code_is_run_only_if_the_configuration_says_so():
     def arguments(**engine_kwargs):
-        return engine_arguments(PLAN, adapter="a.B", dtype="float32", executor=None, engine_kwargs=engine_kwargs)
+        return engine_arguments(
+            PLAN, adapter="a.B", dtype="float32", executor=None, engine_kwargs=engine_kwargs, masks_text=True
+        )
 
     assert "trust_remote_code" not in arguments() and OmniDiffusionConfig.trust_remote_code is False
     assert arguments(trust_remote_code=True)["trust_remote_code"] is True

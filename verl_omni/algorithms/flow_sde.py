@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 SDE_TYPES = ("sde", "cps", "dance_sde")
-LEAST_NOISE = 1e-12
-"""Standard deviation up to which noise counts as none: float32 latents lose it, and its density would overflow."""
+LEAST_NOISE = 1e-7
+"""Standard deviation up to which noise counts as none: about one unit in the last place of a float32 latent near 1. Of
+less, latents keep rounding alone, and so would the log-prob."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and far from 1: rows of one request never meet the seeds of its neighbours
 _SEED_RANGE = 2**63 - 1
 

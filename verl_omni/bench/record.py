@@ -15,7 +15,7 @@ import torch
 from verl_omni.bench.measure import Bench, Point, Run
 from verl_omni.pipelines.stage_clock import ROLLOUT_STAGES
 from verl_omni.pipelines.stats import RolloutStats
-from verl_omni.workers.rollout.launch import default_attention
+from verl_omni.workers.rollout.launch import default_attention, masks_text
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.profile import ProfileFailure, ProfileKey, ProfilePoint, RolloutProfile
 from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend, installed_versions
@@ -42,6 +42,7 @@ def make_row(
     seconds = [took for run in runs for took in run.seconds]
     stats = RolloutStats.merged(run.stats for run in runs)
     rate = first.requests / statistics.median(seconds)
+    peaks = [run.peak_memory_mb for run in runs if run.peak_memory_mb is not None]
     syncs = [run.syncs_per_step for run in runs if run.syncs_per_step is not None]
     return {
         **point_of(point),
@@ -57,7 +58,7 @@ def make_row(
         "recompiles": stats.compiled_graphs,
         "out_of_memory": stats.out_of_memory,
         "syncs_per_step": max(syncs) if syncs else None,
-        "peak_memory_gib": max(run.peak_memory_mb for run in runs) / 1024,
+        "peak_memory_gib": max(peaks) / 1024 if peaks else None,
         **({} if first.log_prob_gap is None else {"log_prob_gap": first.log_prob_gap}),
         **({} if not failed_rounds else {"failed_rounds": dict(failed_rounds)}),
         "start_s": [run.start_s for run in runs],
@@ -119,7 +120,7 @@ def make_record(
 ) -> dict[str, Any]:
     """The whole record, as JSON has it."""
     options = bench.rollout.vllm_omni
-    chosen = default_attention(options, masks_text=getattr(bench.model.adapter, "masks_text", True))
+    chosen = default_attention(options, masks_text=masks_text(bench.model.adapter))
     attention = chosen.get("diffusion_attention_backend", attention_backend(options))
     return {
         "command": command,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -12,17 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl_omni.pipelines.hooks import ModelHooks, check_shape, contained
-from verl_omni.pipelines.memory import forecast_rows, forward_limit, give_back
-from verl_omni.pipelines.rows import Forward, RowBatch, fuses_guidance, rollout_of
+from verl_omni.pipelines.hooks import ModelHooks, check_shape
+from verl_omni.pipelines.memory import forecast_rows, forward_limit
+from verl_omni.pipelines.rows import Forward, RowBatch, fuses_guidance
 from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.pipelines.together import together
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.worker.utils import StepRequestState
-
-logger = logging.getLogger(__name__)
 
 
 class RowForwards(ModelHooks):
@@ -39,30 +37,27 @@ class RowForwards(ModelHooks):
         self._forwards = forward_limit(self.device, self._count_halving, devices=devices)
 
     def advance(self, states: Sequence[StepRequestState]) -> Tensor:
-        """Take the step of `states`, which stand as ``self._batch`` does if there is one; the guided velocity."""
-        try:
-            with contained():
-                batch = self._batch = self._batch or self.gather(states)
-                with self.clock.stage("denoise"):
-                    velocity = self.guided_velocity(batch)
-                with self.clock.stage("step"):
-                    batch.advance(velocity)
-                return velocity
-        except Exception as error:
-            self._batch = None
-            if len(states) == 1:
-                logger.error("the step of request %s failed", states[0].request_id, exc_info=error)
-                rollout_of(states[0]).error = error
-                return torch.zeros_like(states[0].latents)
-            if not self._forwards.repeats:
-                raise
-            logger.warning("a step of %d requests failed, trying each alone: %s", len(states), error)
-        give_back(self.device)
-        velocities = []
-        for state in states:
-            velocities.append(self.advance([state]))
-            self._batch = None
-        return torch.cat(velocities)
+        """Take the step of `states`; the guided velocity [B, ...] float32, zeros where it failed."""
+        parts = together(states, self._step, "the step", device=self.device, repeats=self._forwards.repeats)
+        if len(parts) < len(states) and parts[0] is not None:
+            return parts[0]
+        return torch.cat(
+            [
+                torch.zeros_like(state.latents) if part is None else part
+                for state, part in zip(states, parts, strict=True)
+            ]
+        )
+
+    def _step(self, states: Sequence[StepRequestState]) -> Tensor:
+        batch, self._batch = self._batch, None
+        if batch is None or not batch.stands_at(states):
+            batch = self.gather(states)
+        with self.clock.stage("denoise"):
+            velocity = self.guided_velocity(batch)
+        with self.clock.stage("step"):
+            batch.advance(velocity)
+        self._batch = batch
+        return velocity
 
     def gather(self, states: Sequence[StepRequestState]) -> RowBatch:
         """The rows of prepared `states` of one image size, at whatever steps they stand.
@@ -92,8 +87,8 @@ class RowForwards(ModelHooks):
             velocity = self._predict(batch, latents, timesteps)
         rows = len(batch.rows)
         for forward in batch.forwards:
-            if forward.rows[0] < rows:
-                self.stats.batch_sizes[sum(row < rows for row in forward.rows)] += 1
+            if images := sum(row < rows for row in forward.rows):
+                self.stats.batch_sizes[images] += 1
         if not guided:
             return velocity
         cond, uncond = velocity.split([rows, guided])

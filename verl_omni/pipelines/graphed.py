@@ -36,7 +36,8 @@ def can_graph(device: torch.device, od_config: OmniDiffusionConfig) -> bool:
 def beside() -> Iterator[Callable[[], None]]:
     """In a capture, the block's kernels run beside those that follow it, up to the call of what this yields.
 
-    Elsewhere the block runs as it stands: memory that two streams share needs more care than it is worth there.
+    What the block reads must live until that call. Elsewhere the block runs as it stands: memory that two streams share
+    needs more care than it is worth there.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
         yield lambda: None

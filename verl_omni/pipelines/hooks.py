@@ -89,7 +89,8 @@ class ModelHooks(ModelRules):
     def predict_velocity(self, latents: Tensor, timesteps: Tensor, text: TextBatch, size: tuple[int, int]) -> Tensor:
         """Run the transformer: `latents` [B, ...] float32, `timesteps` [B] float32 in 0–1000, → velocity [B, ...].
 
-        `size` is (height, width) in pixels, the same for all rows.
+        `size` is (height, width) in pixels, the same for all rows. Guidance asks for rows with negative prompts too: in
+        a call of their own, or where they are few in the same.
         """
         raise NotImplementedError
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl_omni.pipelines.hooks import check_shape, contained
+from verl_omni.pipelines.hooks import check_shape
 from verl_omni.pipelines.memory import RowLimit
 from verl_omni.pipelines.rows import rollout_of
+from verl_omni.pipelines.together import together
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.worker.utils import StepRequestState
-
-logger = logging.getLogger(__name__)
 
 Decode = Callable[[Tensor, tuple[int, int]], Tensor]
 """Images [B, 3, H, W] in -1…1 from final latents [B, ...] and a size in pixels."""
 
 
-def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
+def make_media(
+    states: Sequence[StepRequestState], decode: Decode, rows_at_once: int, limit: RowLimit, device: torch.device
+) -> None:
     """Give each request its media [n, ...], and a flag [n] on the device whether latents and pixels are finite.
 
     `states` share one image size. Decodes take `rows_at_once`, or fewer if `limit`, in pixels, says so. Where decoding
@@ -30,31 +31,18 @@ def make_media(states: Sequence[StepRequestState], decode: Decode, rows_at_once:
     """
     for kind in dict.fromkeys(rollout_of(state).params.output_type for state in states):
         chosen = [state for state in states if rollout_of(state).params.output_type == kind]
-        _make(chosen, kind, decode, rows_at_once, limit)
+        run = functools.partial(_make, kind=kind, decode=decode, rows_at_once=rows_at_once, limit=limit)
+        together(chosen, run, "decoding", device=device, repeats=limit.repeats)
 
 
-def _make(states: Sequence[StepRequestState], kind: str, decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
+def _make(states: Sequence[StepRequestState], *, kind: str, decode: Decode, rows_at_once: int, limit: RowLimit) -> None:
     rollouts = [rollout_of(state) for state in states]
     size = (rollouts[0].params.height, rollouts[0].params.width)
-    try:
-        with contained():
-            latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
-            finite = torch.isfinite(latents.flatten(1)).all(1)
-            media = latents
-            if kind != "latent":
-                media, sound = _pixels(latents, size, decode, rows_at_once, limit)
-                finite &= sound
-    except Exception as error:
-        if len(states) > 1 and limit.repeats:
-            logger.warning("decoding %d requests failed, trying each alone: %s", len(states), error)
-            for state in states:
-                _make([state], kind, decode, rows_at_once, limit)
-            return
-        for state, rollout in zip(states, rollouts, strict=True):
-            if rollout.error is None:
-                logger.error("decoding request %s failed", state.request_id, exc_info=error)
-                rollout.error = error
-        return
+    latents = torch.cat([rollout.next_latents for rollout in rollouts if rollout.next_latents is not None])
+    media, finite = latents, torch.isfinite(latents.flatten(1)).all(1)
+    if kind != "latent":
+        media, sound = _pixels(latents, size, decode, rows_at_once, limit)
+        finite &= sound
     counts = [len(rollout.rows) for rollout in rollouts]
     for rollout, rows, ok in zip(rollouts, media.split(counts), finite.split(counts), strict=True):
         rollout.media, rollout.finite = rows, ok

@@ -116,21 +116,19 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         """Called once a step for all in-flight requests: predict, guide, take the SDE step, decode those that finish.
 
         Returns the guided velocity [B, ...]. What fails over several requests is repeated for each alone, with the same
-        noise, and the error goes to those that fail alone. Where the engine has several devices, which wait for each
-        other, nothing is repeated: raises the error.
+        noise, and the error stays with those that fail alone. Where the engine has several devices, which wait for each
+        other, nothing is repeated, and all keep the error.
         """
         states = list(input_batch.states if states is None else states)
-        if self._batch is None or not self._batch.stands_at(states):
-            self._batch = None
-            self.stats.waves += all(state.step_index == 0 for state in states)
+        self.stats.waves += all(state.step_index == 0 for state in states)
         velocity = self.advance(states)
         ending = [state for state in states if state.step_index + 1 == state.total_steps]
         ending = [state for state in ending if rollout_of(state).error is None]
         if ending:
             with self.clock.stage("decode"), self._compiling():
-                make_media(ending, self.decode, self.decode_rows, self._decodes)
+                make_media(ending, self.decode, self.decode_rows, self._decodes, self.device)
             with self.clock.stage("transfer"):
-                results_to_host([rollout_of(state) for state in ending])
+                results_to_host(ending, self.device)
         if len(ending) == len(states):
             self._batch = None  # nobody comes back to it, and it holds whole-batch tensors
         return velocity
@@ -183,11 +181,7 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         sizes = {i: (p.height, p.width) for i, p in params.items()}
         for size in dict.fromkeys(sizes.values()):
             while live := [i for i in sizes if sizes[i] == size and i not in outputs]:
-                try:
-                    self.denoise_step(None, states=[states[i] for i in live])
-                except Exception as error:
-                    outputs |= {i: DiffusionOutput.from_exception(error) for i in live}
-                    break
+                self.denoise_step(None, states=[states[i] for i in live])
                 for i in live:
                     attempt(i, self.step_scheduler, None)
                     if i not in outputs and states[i].denoise_completed:

@@ -26,6 +26,11 @@ from verl_omni.pipelines.prompt_cache import PromptEmbeds
 if TYPE_CHECKING:
     from vllm_omni.diffusion.worker.utils import StepRequestState
 
+FUSED_GUIDANCE_TOKENS = 8192
+"""Up to as many tokens of image and text, both velocities of guidance come from one forward. So few do not keep a GPU
+busy while the next kernels are launched; with more, the padding of the shorter text costs more than that saves
+(docs/perf/rollout.md)."""
+
 
 @dataclass(kw_only=True)
 class Row:
@@ -75,6 +80,25 @@ def rollout_of(state: StepRequestState) -> Rollout:
     return state.extra["rollout"]
 
 
+def count_rows(states: Sequence[StepRequestState], *, guided: bool = False) -> int:
+    """Rows of prepared `states`; with `guided`, those that have a second velocity."""
+    rollouts = [rollout_of(state) for state in states]
+    return sum(len(rollout.rows) for rollout in rollouts if not guided or rollout.uncond is not None)
+
+
+def text_lengths(states: Sequence[StepRequestState]) -> list[int]:
+    """Text tokens of all prompts and negative prompts of prepared `states`."""
+    rollouts = [rollout_of(state) for state in states]
+    return [len(text["prompt_embeds"]) for r in rollouts for text in (r.cond, r.uncond) if text is not None]
+
+
+def fuses_guidance(states: Sequence[StepRequestState], *, image_tokens: int) -> bool:
+    """Whether prepared `states`, with `image_tokens` a row, are so few that both velocities share a forward."""
+    guided = count_rows(states, guided=True)
+    tokens = (count_rows(states) + guided) * (image_tokens + max(text_lengths(states)))
+    return guided > 0 and tokens <= FUSED_GUIDANCE_TOKENS
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextBatch:
     """Text conditioning of the rows of one transformer forward."""
@@ -114,9 +138,9 @@ class Forward:
     text: TextBatch
 
     @classmethod
-    def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds], device: torch.device) -> Forward:
+    def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds]) -> Forward:
         """The forward over `rows`, whose prompts are `prompts`."""
-        run = range(rows[0], rows[0] + len(rows))
+        run, device = range(rows[0], rows[0] + len(rows)), prompts[0]["prompt_embeds"].device
         index = slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows, device=device)
         return cls(rows=rows, index=index, prompts=prompts, text=TextBatch.collate(prompts))
 
@@ -125,9 +149,8 @@ class Forward:
 
     def split(self, rows: int, /) -> list[Forward]:
         """The same in forwards of `rows` rows, texts padded to the longest of each."""
-        device = self.text.embeds.device
         starts = range(0, len(self), rows)
-        return [Forward.of(self.rows[k : k + rows], self.prompts[k : k + rows], device) for k in starts]
+        return [Forward.of(self.rows[k : k + rows], self.prompts[k : k + rows]) for k in starts]
 
 
 def plan_forwards(
@@ -145,33 +168,8 @@ def plan_forwards(
         limit = rows_per_forward or len(group)
         for k in range(0, len(group), limit):
             rows, texts = zip(*group[k : k + limit], strict=True)
-            forwards.append(Forward.of(rows, texts, texts[0]["prompt_embeds"].device))
+            forwards.append(Forward.of(rows, texts))
     return forwards
-
-
-FUSED_GUIDANCE_TOKENS = 8192
-"""Up to as many tokens of image and text, both velocities of guidance come from one forward. So few do not keep a GPU
-busy while the next kernels are launched; with more, the padding of the shorter text costs more than that saves
-(docs/perf/rollout.md)."""
-
-
-def count_rows(states: Sequence[StepRequestState], *, guided: bool = False) -> int:
-    """Rows of prepared `states`; with `guided`, those that have a second velocity."""
-    rollouts = [rollout_of(state) for state in states]
-    return sum(len(rollout.rows) for rollout in rollouts if not guided or rollout.uncond is not None)
-
-
-def text_lengths(states: Sequence[StepRequestState]) -> list[int]:
-    """Text tokens of all prompts and negative prompts of prepared `states`."""
-    rollouts = [rollout_of(state) for state in states]
-    return [len(text["prompt_embeds"]) for r in rollouts for text in (r.cond, r.uncond) if text is not None]
-
-
-def fuses_guidance(states: Sequence[StepRequestState], *, image_tokens: int) -> bool:
-    """Whether prepared `states`, with `image_tokens` a row, are so few that both velocities share a forward."""
-    guided = count_rows(states, guided=True)
-    tokens = (count_rows(states) + guided) * (image_tokens + max(text_lengths(states)))
-    return guided > 0 and tokens <= FUSED_GUIDANCE_TOKENS
 
 
 class RowBatch:
@@ -204,9 +202,12 @@ class RowBatch:
         self._table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device)
 
         cond = [rollout.cond for rollout in rollouts for _ in rollout.rows]
-        spans = zip(self.spans, rollouts, strict=True)
-        negative = [(range(*span), rollout.uncond) for span, rollout in spans if rollout.uncond is not None]
-        uncond = {i: prompt for rows, prompt in negative for i in rows}
+        uncond = {
+            i: rollout.uncond
+            for rollout, span in zip(rollouts, self.spans, strict=True)
+            if rollout.uncond is not None
+            for i in range(*span)
+        }
         plan = functools.partial(plan_forwards, masks_text=masks_text, rows_per_forward=rows_per_forward)
         negatives = list(uncond.values())
         self.forwards = plan([*cond, *negatives]) if fuse_guidance else [*plan(cond), *plan(negatives, first=len(cond))]

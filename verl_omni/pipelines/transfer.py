@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,14 +10,13 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_omni.pipelines.diffusion_rollout_output import rollout_output
-from verl_omni.pipelines.hooks import contained
 from verl_omni.pipelines.prompt_cache import NEGATIVE, PromptEmbeds
-from verl_omni.pipelines.rows import Rollout, Row
+from verl_omni.pipelines.rows import Rollout, Row, rollout_of
+from verl_omni.pipelines.together import together
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
-
-logger = logging.getLogger(__name__)
+    from vllm_omni.diffusion.worker.utils import StepRequestState
 
 
 class HostCopies:
@@ -40,25 +38,16 @@ class HostCopies:
         return copy
 
 
-def results_to_host(rollouts: Sequence[Rollout]) -> None:
-    """Move media, flags and recorded trajectories of finished `rollouts`, which share an image size, to the host.
+def results_to_host(states: Sequence[StepRequestState], device: torch.device) -> None:
+    """Move media, flags and recorded trajectories of `states` that finished, which share an image size, to the host.
 
     What fails together, for want of memory say, is moved one by one; an error of one alone is kept on it.
     """
-    try:
-        with contained():
-            _move([rollout for rollout in rollouts if rollout.error is None])
-    except Exception as error:
-        if len(rollouts) > 1:
-            logger.warning("moving %d results to the host failed, trying each alone: %s", len(rollouts), error)
-            for rollout in rollouts:
-                results_to_host([rollout])
-        elif rollouts[0].error is None:
-            logger.error("moving a result to the host failed", exc_info=error)
-            rollouts[0].error = error
+    together(states, _move, "moving the results", device=device)
 
 
-def _move(rollouts: Sequence[Rollout]) -> None:
+def _move(states: Sequence[StepRequestState]) -> None:
+    rollouts = [rollout for state in states if (rollout := rollout_of(state)).error is None]
     rows: dict[int, list[Row]] = {}
     for row in (row for rollout in rollouts for row in rollout.rows):
         if row.steps:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,7 @@ from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.config.lora import is_lora_scale
 from verl_omni.workers.rollout.flights import Burst, Flights
-from verl_omni.workers.rollout.launch import engine_arguments, launch
+from verl_omni.workers.rollout.launch import engine_arguments, launch, masks_text
 from verl_omni.workers.rollout.policy_gate import PolicyGate
 from verl_omni.workers.rollout.request import ABORTED, RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter, in_thread, staged_lora, staged_weights
@@ -80,15 +79,16 @@ class RolloutEngine:
         Raises ValueError if `engine_kwargs` contradict the plan or hold a key that the engine does not know, or if no
         LoRA can be merged into the model; whatever the engine raises if it does not come up.
         """
-        module, _, name = adapter.rpartition(".")
-        adapter_class = getattr(import_module(module), name)
+        from vllm.utils.import_utils import resolve_obj_by_qualname
+
+        adapter_class = resolve_obj_by_qualname(adapter)
         arguments = engine_arguments(
             plan,
             adapter=adapter,
             dtype=dtype,
             executor=executor,
             engine_kwargs=engine_kwargs or {},
-            masks_text=getattr(adapter_class, "masks_text", True),
+            masks_text=masks_text(adapter_class),
         )
         if lora_key_map is None:
             lora_key_map = getattr(adapter_class, "lora_key_map", {})
@@ -122,7 +122,10 @@ class RolloutEngine:
         return self._flights.fly_all(requests)
 
     async def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
-        """End these requests (None: all) with RolloutError("aborted"). Ids that are not in flight are left alone."""
+        """End these requests (None: all) with a :class:`RolloutError` that is ``aborted``.
+
+        Ids that are not in flight are left alone.
+        """
         await self._flights.end(ABORTED, [request_ids] if isinstance(request_ids, str) else request_ids)
 
     async def load_lora(

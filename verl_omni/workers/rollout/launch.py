@@ -32,7 +32,8 @@ _RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")
 _HOPPER = 9
 """Major number of the compute capability of the H100 and H200."""
 _FLASH_ATTENTION_3 = "fa3_fwd_interface"
-"""Module of the package fa3-fwd, which vLLM-Omni requires on CUDA and the engine looks for first."""
+"""Module of the package fa3-fwd, which vLLM-Omni requires on CUDA and the engine looks for first. One built from source
+is not looked for."""
 _REQUEST_ERRORS = {
     "vllm_omni.diffusion.inline_stage_diffusion_client": ("Diffusion request %s failed",),
     "vllm_omni.diffusion.worker.diffusion_model_runner": (
@@ -79,9 +80,10 @@ def engine_arguments(
     dtype: str,
     executor: str | None,
     engine_kwargs: Mapping[str, Any],
-    masks_text: bool = True,
+    masks_text: bool,
 ) -> dict[str, Any]:
-    """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default; `masks_text` is the adapter's.
+    """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default; `masks_text`: whether the
+    adapter's transformer takes a mask over padded text.
 
     Raises ValueError where `engine_kwargs` contradict the plan, or hold a key that the engine does not know.
     """
@@ -138,6 +140,11 @@ def own_rendezvous() -> Iterator[None]:
         held.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(held.getsockname()[1])
         yield
+
+
+def masks_text(adapter: type) -> bool:
+    """Whether the transformer of this rollout adapter takes a mask over padded text."""
+    return bool(getattr(adapter, "masks_text", True))
 
 
 def default_attention(options: Mapping[str, Any], *, masks_text: bool) -> dict[str, str]:

@@ -184,6 +184,7 @@ def test_messages_of_a_run_that_starts_read_as_the_page_shows_them(prepare, tmp_
         ["actor_rollout_ref.model.algorithm=docs_serial_only", f"{ROLLOUT}.max_num_seqs=8"],
         [f"{ROLLOUT}.step_execution=true", f"{ROLLOUT}.engine_kwargs.vllm_omni.request_batch_max_wait_ms=5"],
         [f"{ROLLOUT}.batching_mode=auto", f"{ROLLOUT}.profile={tmp_path / 'profile.json'}"],
+        [f"{ROLLOUT}.batching_mode=serial", f"{ROLLOUT}.profile={tmp_path / 'profile.json'}"],
         [f"{ROLLOUT}.pipeline.true_cfg_scale=4"],
         [f"{ROLLOUT}.pipeline.guidance_scale=4"],
         [f"{ROLLOUT}.step_execution=true", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=8"],

@@ -3,14 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm_omni.diffusion.diffusion_engine import DiffusionEngine
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from verl_omni.pipelines.diffusion_rollout_output import rollout_output
 from verl_omni.pipelines.engine_backend import (
     BURST_DEADLINE_S,
     BURST_QUIET_S,
     BurstTracker,
+    RolloutDiffusionEngine,
     RolloutRequestScheduler,
     RolloutStepScheduler,
     is_rollout_adapter,
@@ -157,6 +161,20 @@ def test_the_tracker_forgets_old_bursts():
         tracker.arrived((str(i), 2))
     assert tracker.incomplete([("999", 2)]) and not tracker.incomplete([("0", 2)])
     assert len(tracker._missing) < 1000
+
+
+@pytest.mark.parametrize(
+    ("ours", "wait_ms", "told"), [(True, 1500.0, {"queue_wait_s": 1.5}), (True, None, {}), (False, 1500.0, {})]
+)
+def test_a_rollout_tells_its_wait_if_it_is_known_and_other_pipelines_are_left_alone(ours, wait_ms, told, monkeypatch):
+    monkeypatch.setattr(DiffusionEngine, "postprocess_output", lambda self, request, output: [output])
+    engine = object.__new__(RolloutDiffusionEngine)
+    engine._rollout = ours
+    asked = request("a")
+    asked.scheduler_queue_wait_ms = wait_ms
+    output = rollout_output(media=torch.zeros(1, 3, 8, 8), rl={"seed": 7})
+    assert engine.postprocess_output(asked, output) == [output]
+    assert output.output["metadata"]["rl"] == {"seed": 7, **told}
 
 
 def test_only_our_adapters_are_treated_as_such():

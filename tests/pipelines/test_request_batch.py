@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -92,9 +93,22 @@ def test_the_dtype_is_the_common_one_and_no_integer_is_rounded_to_it():
         collate([{"prompt_ids": [151643]}, {"prompt_ids": torch.ones(1, dtype=torch.float16)}])
 
 
+def test_values_are_looked_at_before_they_are_on_the_device():
+    rows = [{"prompt_ids": torch.ones(2, dtype=dtype)} for dtype in (torch.int32, torch.int64)]
+    tensor, _ = collate_prompt_rows(rows, IDS, None, device="meta", field_name="prompt_token_ids")
+    assert tensor.is_meta and tensor.shape == (2, 2)
+
+
+def test_unsigned_integers_are_taken_up_to_the_largest_of_int64():
+    largest = torch.tensor([2**63 - 1]).to(torch.uint64)
+    tensor, _ = collate([{"prompt_ids": largest}])
+    assert tensor.tolist() == [[2**63 - 1]] and tensor.dtype is torch.int64
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        (np.array([2**63], dtype=np.uint64), r"holds integers of 2\*\*63 or more; use integers that int64 holds"),
         ("hello", "is no row of numbers"),
         ([[1], [2, 3]], "is no row of numbers"),
         ([10**30], "is no row of numbers"),
@@ -167,12 +181,13 @@ ROWS = {
 """Forms of a field with one entry a row: how it is made, and how its rows are read."""
 
 
-def tensors_in(value):
+def parts_in(value):
+    """All tensors and arrays."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
+        return [part for item in value for part in parts_in(item)]
+    return [value] if isinstance(value, (torch.Tensor, np.ndarray)) else []
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 12), max_size=2), st.data())
@@ -205,7 +220,9 @@ def test_split_gives_each_request_its_rows_and_nothing_else(requests, n, shape, 
             if value is not None:
                 rows = [float(torch.as_tensor(row).flatten()[0]) for row in ROWS[form][1](value)]
                 assert rows == list(range(k * n, k * n + n))
-            assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors_in(value))
+            for part in parts_in(value):
+                is_array = isinstance(part, np.ndarray)
+                assert part.base is None if is_array else part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_split_refuses_a_field_with_other_rows():

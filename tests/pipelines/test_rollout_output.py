@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from vllm_omni.diffusion.data import DiffusionOutput
@@ -23,6 +24,20 @@ def test_a_row_of_a_batch_pickles_to_its_own_bytes():
     assert len(pickle.dumps(output)) < batch.nbytes / 4
     assert output.output["payload"]["image"].shape == (1, 100)
     assert output.output["metadata"]["prompt_embeddings"]["prompt_embeds"].shape == (100,)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_is_a_view_is_a_copy_wherever_it_stands_and_what_is_whole_is_not(kind):
+    whole, array = torch.zeros(4, 5), np.zeros((4, 5))
+    spread = torch.zeros(4)[:1].expand(4)  # has as many bytes as what it is a view of
+    rl = {"nested": kind([whole, whole[1:], array, array[1:], spread, 7, "x"])}
+    made = rollout_output(media=whole, rl=rl, to_cpu=False).output
+    nested = made["metadata"]["rl"]["nested"]
+    same, part, same_array, part_array, copy, *rest = nested
+    assert made["payload"]["image"] is same is whole and same_array is array and rest == [7, "x"]
+    assert type(nested) is kind and part_array.base is None
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert copy.untyped_storage().nbytes() == copy.nbytes and copy.stride() == (1,)
 
 
 def test_data_added_to_a_stock_output_leaves_the_rest_as_it_was():

@@ -10,6 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ from verl_omni.workers.config.scorers import HttpConfig
 
 SECRET = "sk-do-not-tell"
 DOWN_S = 20.0
+LONG_PAGE = web.Response(status=503, text="busy" * 1_000_000)
 Reply = web.Response | Callable[[web.Request], Awaitable[web.Response]]
 
 
@@ -112,8 +114,15 @@ async def test_the_score_may_have_another_key(service):
 
 @pytest.mark.parametrize(
     "first",
-    [hang, hang_up, web.Response(status=429), web.Response(status=500), web.Response(status=503, text="busy")],
-    ids=["timeout", "disconnect", "429", "500", "503"],
+    [
+        hang,
+        hang_up,
+        web.Response(status=429),
+        web.Response(status=500),
+        web.Response(status=503, text="busy"),
+        LONG_PAGE,
+    ],
+    ids=["timeout", "disconnect", "429", "500", "503", "503 too long"],
 )
 async def test_what_may_pass_is_tried_again(service, first):
     service.replies = [first, first, scored(0.25)]
@@ -264,6 +273,20 @@ async def test_an_outage_of_many_images_is_told_once_and_the_next_one_again(serv
             assert len(lines) == 2 * number
             assert lines[-2].endswith("is down, it is tried again: status 503: <p> busy")
             assert re.search(r"answers again, \d+\.\d s after it first did not; failed attempts: \d+$", lines[-1])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [web.Response(text="x" * 2_000_000), web.Response(status=404), web.Response(text="<html>"), scored(1)],
+    ids=["too long", "refused", "no JSON", "score"],
+)
+async def test_any_reply_ends_an_outage(service, caplog, reply):
+    down = web.Response(status=503)
+    service.replies = [down, down, reply]
+    with suppress(RewardError):
+        await service.score()
+    _, end = told(caplog)
+    assert "answers again" in end and end.endswith("failed attempts: 2")
 
 
 def test_failures_among_answers_are_no_outage(caplog):

@@ -44,6 +44,7 @@ def scored(
         seed=0,
         policy_version=4,
         peak_memory_mb=0.0,
+        queue_wait_s=0.0,
     )
     request = RolloutRequest(request_id=name, prompt=name, **knobs)
     return ScoredSample(uid=uid, request=request, sample=sample, reward=RewardResult(total=reward, parts={}))

@@ -35,6 +35,7 @@ def sample(request_id: str, outputs: int = 1, steps: int = 2, latent: bool = Fal
         seed=1,
         policy_version=0,
         peak_memory_mb=0.0,
+        queue_wait_s=0.0,
     )
 
 
@@ -113,12 +114,17 @@ def test_the_report_tells_how_long_each_size_waited(tmp_path):
         for name, (width, wait) in waits.items()
     ]
     failed = (RolloutRequest(request_id="d", width=16, height=32), RolloutError("d", "too long"))
-    report = REPORT.as_dict([*results, failed])
+    unknown = [
+        (RolloutRequest(request_id=name, width=width, height=32), replace(sample(name), queue_wait_s=None))
+        for name, width in {"e": 64, "f": 8}.items()
+    ]
+    report = REPORT.as_dict([*results, failed, *unknown])
     assert report["queue_wait_s"] == {
         "64x32": {"requests": 2, "mean": (0.5 + 1.5) / 2, "max": 1.5},
         "32x32": {"requests": 1, "mean": 2.0, "max": 2.0},
     }
-    assert {row["id"]: row["queue_wait_s"] for row in report["samples"]} == {n: wait for n, (_, wait) in waits.items()}
+    told = {name: wait for name, (_, wait) in waits.items()}
+    assert {row["id"]: row["queue_wait_s"] for row in report["samples"]} == told | {"e": None, "f": None}
 
 
 def test_an_older_run_is_replaced_and_other_files_are_left_alone(tmp_path):

@@ -161,6 +161,9 @@ def test_ctrl_c_writes_what_is_finished(minimal, tiny_qwen, tmp_path, monkeypatc
     assert report["num_images"] == 2
     assert [failure["error"] for failure in report["failed"]] == ["interrupted"] * 4
     assert "interrupted: 2 of 6 requests are finished" in caplog.text
+    assert [message for message in caplog.messages if message.startswith("failed: ")] == [
+        f"failed: 4 of 6 requests of {tmp_path / 'prompts.txt'}:1: interrupted"
+    ]
     assert (tmp_path / "out" / "trajectories.safetensors").is_file()
 
 
@@ -315,6 +318,9 @@ def test_one_run_in_each_mode(tiny_qwen, tmp_path, monkeypatch, caplog):
 
     step = small(tiny_qwen, rows, tmp_path / "step")
     assert main([*step, f"{ROLLOUT}.n=2", f"{ROLLOUT}.step_execution=true"]) == 1
+    told = [message for message in caplog.messages if message.startswith("failed: ")]
+    assert len(told) == 1
+    assert told[0].startswith(f"failed: 2 of 2 requests of {rows}:3: height=63, width=64 must be")
     report, step_wise = written(tmp_path / "step")
     assert (report["mode"], report["max_num_seqs"]) == ("step_wise", 16)
     assert report["peak_memory_mb"] > 0

@@ -142,22 +142,12 @@ def test_batches_are_those_that_ran():
     assert rollout_metrics(RolloutStats(), policy_version=0)["rollout/batch_size_mean"] == 0
 
 
-def test_waits_are_told_over_all_and_by_size_where_there_are_several():
-    waits = {"64x32": [1.0, 2.0, 6.0], "32x32": [3.0]}
-    assert queue_wait_metrics(waits) == {
-        "rollout/queue_wait_s_mean": (1 + 2 + 6 + 3) / 4,
+def test_waits_are_told_over_all_requests_whose_wait_is_known():
+    assert queue_wait_metrics([1.0, None, 2.0, 6.0]) == {
+        "rollout/queue_wait_s_mean": (1 + 2 + 6) / 3,
         "rollout/queue_wait_s_max": 6,
-        "rollout/queue_wait_s_mean_64x32": 3,
-        "rollout/queue_wait_s_max_64x32": 6,
-        "rollout/queue_wait_s_mean_32x32": 3,
-        "rollout/queue_wait_s_max_32x32": 3,
     }
-    assert queue_wait_metrics({"64x32": [1.0, 2.0]}) == {
-        "rollout/queue_wait_s_mean": 1.5,
-        "rollout/queue_wait_s_max": 2,
-    }
-    with pytest.raises(ValueError, match="no wait"):
-        queue_wait_metrics({})
+    assert queue_wait_metrics([None]) == {}
 
 
 def test_stopwatch_adds_up_stages_also_when_they_raise():
@@ -201,11 +191,11 @@ def emitted() -> set[str]:
         *advantage_metrics(log_probs),
         *log_prob_gap_metrics(log_probs, log_probs, log_probs.long()),
         *rollout_metrics(STATS, policy_version=0),
-        *queue_wait_metrics({"<size>": [1.0], "64x32": [1.0]}),
+        *queue_wait_metrics([1.0]),
         *timing_metrics(watch, images=1),
         *(f"actor/{name}" for name in FROM_THE_WORKER | loss.keys()),
     ]
-    return {re.sub(r"step_\d+$", "step_<k>", name) for name in names if "64x32" not in name}
+    return {re.sub(r"step_\d+$", "step_<k>", name) for name in names}
 
 
 def test_the_page_explains_every_metric_and_no_other():

@@ -100,8 +100,8 @@ def test_what_the_engines_counted_is_added_up(registry, metrics):
 
 
 async def test_the_wait_of_each_sample_is_told_by_size(registry, metrics):
-    waits = {"a": 0.02, "b": 2.0, "c": 20.0}
-    asked = [*requests("a", "b"), *requests("c", "d", width=32)]
+    waits = {"a": 0.02, "b": 2.0, "c": 20.0, "e": None}
+    asked = [*requests("a", "b", "e"), *requests("c", "d", width=32)]
     given = [scored(name).sample for name in waits]
     for sample, wait in zip(given, waits.values(), strict=True):
         sample.queue_wait_s = wait

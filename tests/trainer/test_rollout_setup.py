@@ -72,8 +72,8 @@ def test_a_run_takes_the_profile_of_its_folder_that_was_measured_with_its_lora(r
     assert "request_level 2 images/s" in resolve(trained_lora_rank=8).reason
     assert "request_level 3 images/s" in resolve(trained_lora_rank=8, merge_lora=True).reason
     assert "step_wise is fastest" in resolve(trained_lora_rank=0).reason
-    reason = resolve(trained_lora_rank=16).reason
-    assert "the profile none.json is stale and not used (lora_rank: measured with 0, now 16)" in reason
+    (note,) = resolve(trained_lora_rank=16).notes
+    assert "the profile none.json is stale and not used (lora_rank: measured with 0, now 16)" in note
     (lora / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"r in .*adapter_config\.json=null must be an integer"):
         resolve(lora_path=lora)
@@ -83,8 +83,8 @@ def test_a_training_run_looks_up_the_lora_that_it_trains(model, tmp_path):
     (tmp_path / "profiles").mkdir()
     save(model, "none", 0.1)
     given = ["rollout.batching_mode=auto", f"rollout.profile={tmp_path / 'profiles'}", "model.lora_rank=16"]
-    reason = TrainingJob.prepare(compose(overrides(tmp_path, model, *given), CONFIG_NAME)).setup.plan.reason
-    assert "lora_rank: measured with 0, now 16" in reason
+    notes = TrainingJob.prepare(compose(overrides(tmp_path, model, *given), CONFIG_NAME)).setup.plan.notes
+    assert any("lora_rank: measured with 0, now 16" in note for note in notes)
 
 
 def test_a_profile_is_held_against_the_memory_of_the_device(resolve, model, monkeypatch):

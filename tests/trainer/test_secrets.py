@@ -93,3 +93,16 @@ def test_entry_points_log_through_it(entry_point):
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert "INFO bearer ***" in ran.stderr and "WARNING https://***@host" in ran.stderr
     assert "config error: " in ran.stderr and SECRET not in ran.stderr
+
+
+def test_a_rollout_server_logs_warnings_through_it():
+    code = (
+        "import logging\n"
+        "from verl_omni.workers.rollout.server import RolloutServer\n"
+        "RolloutServer(None, replica=0)\n"
+        "for log in map(logging.getLogger, ('verl_omni.x', 'other')):\n"
+        "    log.info('no')\n"
+        f"    log.warning('https://me:{SECRET}@host')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stderr.splitlines() == ["WARNING https://***@host"] * 2

@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.docs.pages import DOCS, code_spans
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.trainer.diffusion.data import (
+    _ONE_BATCH,
+    _ONE_IMAGE,
     PromptSampler,
     TrainPrompts,
     read_validation_prompts,
@@ -115,6 +118,14 @@ def test_a_row_cannot_set_what_its_batch_shares(tmp_path, key, value, instead):
     file = write_jsonl(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": "b", key: value}])
     with pytest.raises(ConfigError, match=rf"p\.jsonl:2: {key} can't be set for one row, .*; {instead}"):
         TrainPrompts.read(TrainDataConfig(train_files=[file], train_batch_size=1))
+
+
+def test_the_page_names_the_keys_that_rows_cannot_set():
+    page = " ".join((DOCS / "start/quickstart.md").read_text(encoding="utf-8").split())
+    said = page.split("are refused at the start,")[1].split(". ")[0]
+    training, validation = (set(code_spans(part)) for part in said.split("in validation"))
+    assert training == set(_ONE_BATCH)
+    assert validation == set(_ONE_IMAGE)
 
 
 def test_validation_rows_may_have_sizes_of_their_own(tmp_path):

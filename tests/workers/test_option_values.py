@@ -38,6 +38,18 @@ def test_any_kind_of_value_of_each_key_is_taken_or_refused(key):
             r"rejects \{'tensor_parallel_size': 'two'\}: .*tensor_parallel_size .*integer",
         ),
         ({"num_gpus": 3, "cfg_parallel_size": 2}, r"rejects \{'num_gpus': 3, 'cfg_parallel_size': 2\}: .*divisible"),
+        (
+            {"use_hsdp": True, "hsdp_shard_size": 2, "diffusion_attention_backend": 3},
+            r"rejects \{'diffusion_attention_backend': 3\}: .*'lower'; write another value",
+        ),
+        (
+            {"sequence_parallel_size": 2, "ulysses_degree": 2, "tensor_parallel_size": "two"},
+            r"rejects \{'tensor_parallel_size': 'two'\}: .*integer.*; write another value",
+        ),
+        (
+            {"sequence_parallel_size": 2, "ulysses_degree": 4},
+            r"rejects \{'sequence_parallel_size': 2, 'ulysses_degree': 4\}: .*; write other values",
+        ),
         ({"init_timeout": 0}, r"init_timeout=0 must be an integer of at least 1, or null for the engine's default"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.workers.plans import ALL, BOTH, REQUEST, SENSIBLE, config, key_of, overridden, profile_of
 from verl_omni.workers.rollout.asked import ROLLOUT
-from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE
-from verl_omni.workers.rollout.plan import DEFAULT_MAX_NUM_SEQS, PlanError, RolloutMode, RolloutPlan, resolve_plan
-from verl_omni.workers.rollout.profile import ProfileFailure, ProfileKey, ProfilePoint, RolloutProfile
+from verl_omni.workers.rollout.measured import MEMORY_SHARE, STILL_RISING, TIE
+from verl_omni.workers.rollout.plan import PlanError, RolloutMode, RolloutPlan, resolve_plan
+from verl_omni.workers.rollout.profile import ProfileFailure, ProfilePoint, RolloutProfile
 
 STEPS, WHOLE, SERIAL = (mode.value for mode in RolloutMode)
 
@@ -196,46 +196,29 @@ def test_auto_takes_the_measured_winner_at_a_cap_that_suits(figures, memory, mic
     assert any("GiB was measured" in note for note in got.notes) == (not some)
 
 
-OTHER: dict[str, Any] = {
-    "model": "other",
-    "transformer": "0123456789ab",
-    "height": 256,
-    "width": None,
-    "num_inference_steps": 50,
-    "max_sequence_length": 128,
-    "output_type": "latent",
-    "cfg": False,
-    "lora_rank": 64,
-    "lora_merged": True,
-    "dtype": "float16",
-    "attention": "FLASH_ATTN",
-    "compiled": True,
-    "device": "NVIDIA H200",
-    "engine_options": {"cfg_parallel_size": 2},
-    "versions": {"torch": "1.0"},
-}
+# cap → images/s, caps that failed, log-prob micro-batch, GiB of the device → whether speed still rises
+RISING: list[tuple[dict[int, float], list[int], int | None, float | None, bool]] = [
+    ({4: 1.0, 8: 1 / (1 - TIE) + 1e-6}, [], None, None, True),
+    ({4: 1.0, 8: 1 / (1 - TIE) - 1e-6}, [], None, None, False),
+    ({4: 1.0, 8: 2.0}, [], 8, None, True),
+    ({4: 1.0, 8: 2.0}, [16], None, None, False),
+    ({4: 1.0, 8: 2.0}, [2], None, None, True),
+    ({4: 1.0, 8: 2.0}, [], None, 5 / MEMORY_SHARE, False),  # 8 does not fit
+    ({4: 3.0, 8: 1.0, 16: 2.0}, [], None, None, False),
+    ({8: 2.0}, [], None, None, False),
+]
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ProfileKey)])
-def test_a_profile_that_differs_in_any_part_of_its_key_is_not_used_and_the_reason_names_it(name):
-    rollout = config(batching_mode="auto")
-    profile = profile_of(rollout, {STEPS: {8: 1.0}, WHOLE: {8: 2.0}})
-    assert resolve_plan(rollout, BOTH, profile, key=profile.key).mode is RolloutMode.REQUEST_LEVEL
-    got = resolve_plan(rollout, BOTH, profile, key=replace(profile.key, **{name: OTHER[name]}))
-    assert (got.mode, got.max_num_seqs) == (RolloutMode.STEP_WISE, DEFAULT_MAX_NUM_SEQS)
-    assert f"the profile is stale and not used ({name}" in got.reason
-
-
-def test_the_reason_shows_what_was_measured_and_what_is_now():
+@pytest.mark.parametrize(("rates", "failed", "micro", "memory", "rises"), RISING)
+def test_where_speed_still_rises_at_the_largest_measured_cap_the_reason_says_so(rates, failed, micro, memory, rises):
     rollout = config(step_execution=True)
-    profile = profile_of(rollout, {STEPS: {8: 1.0}})
-    versions = {**profile.key.versions, "torch": "1.0"}
-    now = replace(profile.key, height=256, engine_options={"cfg_parallel_size": 2}, versions=versions)
-    reason = resolve_plan(rollout, BOTH, profile, key=now).reason
-    assert "height: measured with 512, now 256" in reason
-    assert "engine_options.cfg_parallel_size: measured with nothing, now 2" in reason
-    assert f"versions.torch: measured with {profile.key.versions['torch']}, now 1.0" in reason
-    assert resolve_plan(config(step_execution=True, max_num_seqs=4), BOTH, profile, key=now).reason.count("stale") == 0
+    failures = (ProfileFailure(mode=STEPS, max_num_seqs=cap, error="no room") for cap in failed)
+    profile = profile_of(rollout, {STEPS: rates}, {STEPS: {cap: float(cap) for cap in rates}})
+    got = resolve_plan(rollout, BOTH, replace(profile, failed=tuple(failures)), micro, memory_gib=memory)
+    assert (f"is the largest measured; {STILL_RISING}" in got.reason) == rises
+    assert ("plateau" in got.reason) == (not rises)
+    if rises:
+        assert got.max_num_seqs == max(rates)
 
 
 def test_without_a_key_size_steps_and_dtype_are_compared_all_the_same():

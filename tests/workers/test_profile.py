@@ -79,6 +79,29 @@ def test_a_file_that_is_no_profile_is_an_error_that_names_it(tmp_path: Path):
         load_profiles(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (None, "there is no such file; give one that there is, or {measure}"),
+        (b"", "it is no JSON (Expecting value: line 1 column 1 (char 0)): broken or cut short; {measure}"),
+        (b"\xff\xfe", "it is no text (invalid start byte); {measure}"),
+        (
+            b'{"workload": {}, "rows": []}',
+            "this is a record of the bench (--out); give the file that it wrote as --profile",
+        ),
+        (b"[]", 'it must be an object with "key", "points" and maybe "failed"'),
+    ],
+)
+def test_what_is_given_in_place_of_a_profile_is_told_with_what_to_give(tmp_path: Path, written, told):
+    path = tmp_path / "p.json"
+    if written is not None:
+        path.write_bytes(written)
+    with pytest.raises(ConfigError) as error:
+        load_profiles(path)
+    measure = f"measure one with python -m verl_omni.bench … --profile {path}"
+    assert str(error.value) == f"rollout profile {path}: {told.format(measure=measure)}"
+
+
 def test_of_a_folder_the_profile_that_matches_is_used_else_the_nearest_one_named(tmp_path: Path):
     rollout = config()
     profile = profile_of(rollout, {"step_wise": {8: 1.5}})
@@ -105,7 +128,7 @@ def test_of_a_folder_what_is_no_profile_is_left_out_and_told(tmp_path: Path, cap
     (tmp_path / "folder.json").mkdir()
     assert load_profiles(tmp_path) == [profile]
     (told,) = caplog.messages
-    assert told.startswith("left out: rollout profile ") and "a.json: it must be an object with" in told
+    assert told.startswith("left out: rollout profile ") and "a.json: this is a record of the bench (--out)" in told
     (tmp_path / "b.json").unlink()
     with pytest.raises(ConfigError, match="the folder holds no profile; measure one"):
         load_profiles(tmp_path)

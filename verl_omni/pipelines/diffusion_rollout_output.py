@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ def rollout_output(
     groups = {"prompt_embeddings": dict(prompt_embeddings or {}), "rl": dict(rl or {})}
     envelope = {"payload": {media_key: media}, "metadata": {**(metadata or {}), **groups}}
     return DiffusionOutput(
-        output=_owned(envelope),
-        trajectory_latents=_owned(trajectory_latents),
-        trajectory_log_probs=_owned(trajectory_log_probs),
-        trajectory_timesteps=_owned(trajectory_timesteps),
-        trajectory_decoded=_owned(trajectory_decoded),
+        output=owned(envelope),
+        trajectory_latents=owned(trajectory_latents),
+        trajectory_log_probs=owned(trajectory_log_probs),
+        trajectory_timesteps=owned(trajectory_timesteps),
+        trajectory_decoded=owned(trajectory_decoded),
         to_cpu=to_cpu,
     )
 
@@ -97,9 +98,18 @@ def wrap_rollout_postprocessor(fn: Callable[..., Any] | None) -> Callable[..., A
     return postprocess
 
 
-def _owned(value: Any) -> Any:
+def owned(value: Any) -> Any:
+    """`value`, in which a tensor or an array that is a view of something larger, or of itself, is a copy.
+
+    Looks into mappings, lists and tuples, which come back as dicts, lists and tuples.
+    """
     if isinstance(value, Tensor):
-        return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
+        whole = value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+        return value if whole else value.clone()
+    if isinstance(value, np.ndarray):
+        return value if value.base is None else value.copy()
     if isinstance(value, Mapping):
-        return {key: _owned(item) for key, item in value.items()}
-    return [_owned(item) for item in value] if isinstance(value, list) else value
+        return {key: owned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(map(owned, value))
+    return value

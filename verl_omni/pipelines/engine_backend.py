@@ -210,8 +210,10 @@ class RolloutDiffusionEngine(DiffusionEngine):
         return super()._prepare_request_for_admission(request)
 
     def postprocess_output(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> list[OmniRequestOutput]:
-        if is_rollout_output(output.output):
-            output.output["metadata"]["rl"]["queue_wait_s"] = (request.scheduler_queue_wait_ms or 0.0) / 1000
+        """The output as the stock engine gives it; a rollout's tells the wait of its request, if that is known."""
+        wait_ms = request.scheduler_queue_wait_ms
+        if self._rollout and wait_ms is not None and is_rollout_output(output.output):
+            output.output["metadata"]["rl"]["queue_wait_s"] = wait_ms / 1000
         return super().postprocess_output(request, output)
 
 

@@ -36,8 +36,8 @@ SAFETY_SHARE = 0.1
 """Of the free memory, what no forecast may take: gaps between blocks that the allocator cannot use, and workspaces of
 matrix products and attention."""
 STEP_LATENTS = 8
-"""Float32 tensors of the size of all latents that are alive in a step at its peak: before and after, those of guidance's
-second prediction, both velocities and their temporaries, mean, and noise."""
+"""Float32 tensors of the size of all latents that are alive in a step at its peak: before and after, a second time for
+guidance, both velocities and their temporaries, mean, and noise."""
 OUT_OF_MEMORY = ("out of memory", "outofmemory", "can't allocate memory", "not enough memory", "status_alloc_failed")
 """What errors other than torch.OutOfMemoryError say, in small letters: torch on a CPU (Linux, Windows), drivers,
 libraries and the compiler."""

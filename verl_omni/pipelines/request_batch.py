@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import sample_sde_window
+from verl_omni.pipelines.diffusion_rollout_output import owned
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import DiffusionOutput
@@ -44,7 +45,7 @@ def collate_prompt_rows(
 
     Raises:
         ValueError: some prompts have the field and others do not; a row has another shape, holds no numbers, or holds
-            integers that the common dtype does not.
+            integers that the common dtype, or int64, does not.
     """
     values = [_field(prompt, aliases, default_value) for prompt in prompts]
     if all(value is None for value in values):
@@ -53,12 +54,13 @@ def collate_prompt_rows(
     for i, value in enumerate(values):
         if value is None:
             raise ValueError(f"prompt {i} has no {field_name} while others do; give it to all of them, or to none")
-        rows.append(_row(value, f"{field_name} of prompt {i}").to(device))
+        rows.append(_row(value, f"{field_name} of prompt {i}"))
     dtype = functools.reduce(torch.promote_types, [row.dtype for row in rows])
     for i, row in enumerate(rows):
         if row.dtype != dtype and not row.is_floating_point() and not torch.equal(row.to(dtype).to(row.dtype), row):
             raise ValueError(f"{field_name} of prompt {i} holds integers that {dtype}, which others have, does not")
-    padded = torch.nn.utils.rnn.pad_sequence([row.to(dtype) for row in rows], batch_first=True, padding_value=pad_value)
+    moved = [row.to(device, dtype) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(moved, batch_first=True, padding_value=pad_value)
     return padded, [len(row) for row in rows]
 
 
@@ -126,7 +128,8 @@ def split_diffusion_output_by_request(
     """One output a request from the output of a whole batch.
 
     Payload, trajectory fields and the metadata groups ``prompt_embeddings`` and ``rl`` hold N·n rows in request order
-    and are sliced; numbers in them, and other metadata, are shared by all. Every tensor of the slices owns its storage.
+    and are sliced; numbers in them, and other metadata, are shared by all. Every tensor and NumPy array of the slices
+    owns its storage.
 
     Raises:
         ValueError: `num_outputs_per_prompt` is not positive, or a field has another number of rows.
@@ -146,7 +149,7 @@ def split_diffusion_output_by_request(
             raise ValueError(
                 f"{name} has {len(value)} rows for {req.num_reqs} requests of {num_outputs_per_prompt} outputs each"
             )
-        return _owned(value[start : start + num_outputs_per_prompt])
+        return owned(value[start : start + num_outputs_per_prompt])
 
     def one(index: int) -> DiffusionOutput:
         start = index * num_outputs_per_prompt
@@ -173,18 +176,11 @@ def _row(value: Any, name: str) -> Tensor:
     row = row[0] if row.ndim == 2 and row.shape[0] == 1 else row
     if row.ndim != 1 or not len(row):
         raise ValueError(f"{name} has shape {list(row.shape)}; use a list, [L] or [1, L], not empty")
-    return row.long() if row.dtype in _UNPROMOTED else row
-
-
-def _owned(part: Any) -> Any:
-    """`part`, none of whose tensors is a view of more than itself."""
-    if isinstance(part, Tensor):
-        return part.clone()
-    if isinstance(part, Mapping):
-        return {key: _owned(item) for key, item in part.items()}
-    if isinstance(part, (list, tuple)):
-        return [_owned(item) for item in part] if isinstance(part, list) else tuple(map(_owned, part))
-    return part
+    if row.dtype not in _UNPROMOTED:
+        return row
+    if row.dtype is torch.uint64 and (row.long() < 0).any():
+        raise ValueError(f"{name} holds integers of 2**63 or more; use integers that int64 holds")
+    return row.long()
 
 
 def _field(prompt: object, aliases: Sequence[str], default: Any) -> Any:

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from verl_omni.reward_loop.item import ScoreError
 from verl_omni.utils.secrets import HIDDEN
+from verl_omni.utils.text import one_line
 from verl_omni.workers.config.scorers import EndpointConfig
 
 if TYPE_CHECKING:
@@ -59,14 +60,15 @@ class Outage:
         self._answers += 1
         self._failures, self._is_down = 0, False
 
-    def failed(self, reason: str, before: int | None) -> int:
-        """A request failed in a way that may pass. Logs the begin of an outage.
+    def failed(self, reason: str, answers_before: int | None) -> int:
+        """A request failed in a way that may pass. Logs the beginning of an outage.
 
-        `before`: what this returned when the same request failed before; None: it did not.
+        Returns the number of answers so far. `answers_before`: what it returned when the same request last failed;
+        None: it did not.
         """
         self._since = self._since if self._failures else time.monotonic()
         self._failures += 1
-        if before == self._answers and not self._is_down:
+        if answers_before == self._answers and not self._is_down:
             self._is_down = True
             logger.warning("scorer %s is down, it is tried again: %s", self._shown_url, reason)
         return self._answers
@@ -96,13 +98,13 @@ class Endpoint:
         async with self._slots:
             body = await asyncio.to_thread(lambda: json.dumps(make_body()).encode())
             attempts = self._config.retries + 1
-            failed: int | None = None
+            answers_before: int | None = None
             for attempt in range(1, attempts + 1):
                 try:
                     return await self._attempt(body)
                 except _PassingError as error:
                     reason = str(error)
-                    failed = self._outage.failed(reason, failed)
+                    answers_before = self._outage.failed(reason, answers_before)
                     logger.debug("POST %s, attempt %d of %d: %s", self._shown_url, attempt, attempts, reason)
                 if attempt < attempts:
                     await asyncio.sleep(wait_before_retry(attempt, self._config.retry_wait_s))
@@ -125,12 +127,12 @@ class Endpoint:
             raise _PassingError(f"no reply within timeout_s={self._config.timeout_s:g}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _PassingError(self._told(f"{type(error).__name__}: {error}")) from error
-        said = content.decode(errors="replace")
-        if status == 429 or status >= 500:
-            raise _PassingError(self._told(f"status {status}: {said}"))
+        if _may_pass(status):
+            raise _PassingError(self._told(f"status {status}: {_text(content)}"))
         self._outage.answered()
         if not 200 <= status < 300:
-            raise ScoreError(f"POST {self._shown_url} was refused with {self._told(f'status {status}: {said}')}")
+            said = self._told(f"status {status}: {_text(content)}")
+            raise ScoreError(f"POST {self._shown_url} was refused with {said}")
         if kind not in JSON_TYPES and not kind.endswith("+json"):
             raise ScoreError(
                 f"POST {self._shown_url} gave a reply of type {kind:.80}; it must be JSON, with the header "
@@ -139,13 +141,17 @@ class Endpoint:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ScoreError(f"POST {self._shown_url} gave a reply that is no JSON: {self._told(said)}") from error
+            said = self._told(_text(content))
+            raise ScoreError(f"POST {self._shown_url} gave a reply that is no JSON: {said}") from error
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
             if len(content) > self._config.max_reply_bytes:
+                if _may_pass(response.status):
+                    break  # an error shows only the beginning
+                self._outage.answered()
                 raise ScoreError(
                     f"POST {self._shown_url} gave a reply of more than max_reply_bytes={self._config.max_reply_bytes}"
                 )
@@ -169,8 +175,16 @@ class Endpoint:
         """`text`, short, in one line, without the key and what the address holds, should the other side repeat it."""
         for secret in self._hidden:
             text = text.replace(secret, HIDDEN)
-        text = " ".join(text.split())
+        text = one_line(text)
         return text if len(text) <= SHOWN_REPLY else f"{text[:SHOWN_REPLY]}…"
+
+
+def _may_pass(status: int) -> bool:
+    return status == 429 or status >= 500
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
 
 
 def wait_before_retry(attempt: int, first_s: float) -> float:

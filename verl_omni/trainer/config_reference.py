@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from verl_omni.trainer.diffusion.settings import TrainSettings
+from verl_omni.utils.text import one_line
 from verl_omni.workers.config.reward import SCORER_TYPES, RewardConfig
 
 HEAD = """\
@@ -144,8 +145,7 @@ def _summary(cls: type) -> str:
 
 def _markdown(doc: str) -> str:
     """One line of Markdown from a docstring."""
-    text = " ".join(doc.split())
-    text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text).replace("``", "`")
+    text = re.sub(r":\w+:`([^`]+)`", r"`\1`", one_line(doc)).replace("``", "`")
     return text.replace("|", "\\|")
 
 

@@ -136,7 +136,8 @@ class PrometheusMetrics(NoMetrics):
             self._requests.labels("aborted" if result.aborted else "error").inc()
             return
         self._requests.labels("success").inc()
-        self._waits.labels(size).observe(result.queue_wait_s)
+        if result.queue_wait_s is not None:
+            self._waits.labels(size).observe(result.queue_wait_s)
         self._version.set(result.policy_version)
         self._peak = max(self._peak, result.peak_memory_mb * MIB)
         self._memory.set(self._peak)

@@ -33,8 +33,9 @@ class SizeLabels:
         return size
 
     def waits(self, samples: Iterable[tuple[RolloutRequest, RolloutSample]]) -> dict[str, list[float]]:
-        """Seconds that the requests waited for a place in a batch, by size."""
+        """Seconds that the requests waited for a place in a batch, by size; unknown waits are left out."""
         waits: dict[str, list[float]] = {}
         for request, sample in samples:
-            waits.setdefault(self.of(request), []).append(sample.queue_wait_s)
+            if sample.queue_wait_s is not None:
+                waits.setdefault(self.of(request), []).append(sample.queue_wait_s)
         return waits

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_omni.reward_loop.item import RewardError
 from verl_omni.trainer.diffusion.batch import ScoredSample
 from verl_omni.trainer.diffusion.errors import TrainingError
+from verl_omni.trainer.failures import by_reason
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED = 0.5
 """Share of a sweep's requests that may fail: beyond it something is wrong with the run, not with a prompt."""
-MAX_TOLD = 8
-"""Reasons, and prompts of each, that the log names."""
 
 Generate = Callable[[Sequence[Sequence[RolloutRequest]]], AsyncIterator[RolloutSample | RolloutError]]
 """Submits groups of requests, and gives each result as it comes."""
@@ -51,7 +49,7 @@ async def collect(groups: Sequence[PromptGroup], generate: Generate, score: Scor
     """Run all `groups` and score every sample while others are still being made.
 
     A request that fails, or whose sample can't be scored, is left out; one log line a reason names the prompts. Raises
-    :class:`TrainingError` if that are more than `MAX_FAILED` of them.
+    :class:`TrainingError`, which names them too, if that are more than `MAX_FAILED` of them.
     """
     group_of = {request.request_id: group for group in groups for request in group.requests}
     requests = {request.request_id: request for group in groups for request in group.requests}
@@ -84,11 +82,12 @@ async def collect(groups: Sequence[PromptGroup], generate: Generate, score: Scor
             scored[request_id] = ScoredSample(
                 uid=group_of[request_id].uid, request=requests[request_id], sample=sample, reward=reward
             )
-    told = list(_told(failures, group_of))
+    prompts = {request_id: f"{group.row.source} ({group.uid})" for request_id, group in group_of.items()}
+    told = list(by_reason(failures, prompts, "images"))
     for line in told:
-        logger.error("%s", line)
+        logger.error("left out: %s", line)
     if len(failures) > MAX_FAILED * len(requests):
-        raise TrainingError(f"{len(failures)} of {len(requests)} requests failed; {told[0]}")
+        raise TrainingError(f"more than half failed, {len(failures)} of {len(requests)} images: {'; '.join(told)}")
     return Sweep(
         samples=[scored[request_id] for request_id in requests if request_id in scored],
         failures=failures,
@@ -96,28 +95,3 @@ async def collect(groups: Sequence[PromptGroup], generate: Generate, score: Scor
         generation_s=generated - start,
         reward_s=time.perf_counter() - generated,
     )
-
-
-def _told(failures: Mapping[str, Exception], group_of: Mapping[str, PromptGroup]) -> Iterator[str]:
-    """A line a reason, with the prompts that it has cost images; what is most costly first."""
-    left_out: dict[str, list[str]] = {}
-    for request_id, error in failures.items():
-        left_out.setdefault(" ".join(_reason(error).split()), []).append(request_id)
-    by_cost = sorted(left_out.items(), key=lambda item: -len(item[1]))
-    for reason, request_ids in by_cost[:MAX_TOLD]:
-        groups = {group_of[request_id].uid: group_of[request_id] for request_id in request_ids}
-        images = sum(len(group.requests) for group in groups.values())
-        prompts = [f"{group.row.source} ({uid})" for uid, group in groups.items()]
-        more = f" and {len(prompts) - MAX_TOLD} more" if len(prompts) > MAX_TOLD else ""
-        yield f"left out: {len(request_ids)} of {images} images of {', '.join(prompts[:MAX_TOLD])}{more}: {reason}"
-    if rest := by_cost[MAX_TOLD:]:
-        yield f"left out: {sum(len(request_ids) for _, request_ids in rest)} more images, for {len(rest)} other reasons"
-
-
-def _reason(error: Exception) -> str:
-    """What was wrong, without the request's id: what has one cause reads alike."""
-    if isinstance(error, RolloutError):
-        return error.message
-    if isinstance(error, RewardError):
-        return f"reward scorer {error.scorer}: {error.reason}"
-    return f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ deviations are computed in float64, and deviations are the population's, as thos
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -113,20 +113,15 @@ def rollout_metrics(
     }
 
 
-def queue_wait_metrics(waits: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """``rollout/queue_wait_s_…`` of the seconds that requests waited for a place in a batch, by image size.
+def queue_wait_metrics(waits: Iterable[float | None]) -> dict[str, float]:
+    """``rollout/queue_wait_s_…`` of the seconds that requests waited for a place in a batch.
 
-    By size too if there is more than one. Raises ValueError when there are no waits.
+    None is a wait that is not known, and left out; if none is known there are no metrics.
     """
-    if not waits:
-        raise ValueError("there is no wait to take a mean of")
-    everything = {"": [wait for values in waits.values() for wait in values]}
-    by_size = {f"_{size}": values for size, values in waits.items()} if len(waits) > 1 else {}
-    metrics = {}
-    for suffix, values in {**everything, **by_size}.items():
-        metrics[f"rollout/queue_wait_s_mean{suffix}"] = sum(values) / len(values)
-        metrics[f"rollout/queue_wait_s_max{suffix}"] = max(values)
-    return metrics
+    known = [wait for wait in waits if wait is not None]
+    if not known:
+        return {}
+    return {"rollout/queue_wait_s_mean": sum(known) / len(known), "rollout/queue_wait_s_max": max(known)}
 
 
 class Stopwatch:

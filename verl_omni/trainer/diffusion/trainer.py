@@ -25,7 +25,6 @@ from verl_omni.trainer.diffusion.resume import run_config
 from verl_omni.trainer.diffusion.sde_window import scheduled_range
 from verl_omni.trainer.diffusion.validation_grid import validation_tiles
 from verl_omni.trainer.prometheus import NoMetrics
-from verl_omni.trainer.sizes import SizeLabels
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +56,6 @@ class DiffusionTrainer:
             trainer.default_local_dir, keep=trainer.max_actor_ckpt_to_keep, config=run_config(job.settings)
         )
         self._skipped = SkippedSteps()
-        self._sizes = SizeLabels()
 
     async def fit(self) -> None:
         """Train from where the job resumes to its last step."""
@@ -117,7 +115,7 @@ class DiffusionTrainer:
                 servers_restarted=recovery.servers_restarted,
                 peak_memory_mb=max(item.sample.peak_memory_mb for item in sweep.samples),
             ),
-            **measures.queue_wait_metrics(self._sizes.waits((item.request, item.sample) for item in sweep.samples)),
+            **measures.queue_wait_metrics(item.sample.queue_wait_s for item in sweep.samples),
             **measures.timing_metrics(watch, images=len(sweep.samples), devices=self._job.devices),
         }
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.pipelines.stats import RolloutStats
+from verl_omni.trainer.failures import by_reason
 from verl_omni.trainer.generation.outputs import Results, RunReport, check_output_dir, write_outputs
 from verl_omni.trainer.generation.settings import GenerationSettings
 from verl_omni.trainer.prometheus import NoMetrics, served_metrics
@@ -36,6 +37,8 @@ class GenerationJob:
     """The configuration."""
     requests: list[RolloutRequest]
     """All of them, in order."""
+    sources: dict[str, str]
+    """Id of each request → ``file:row`` of its prompt."""
     plan: RolloutPlan
     """How the engine starts."""
     adapter: str
@@ -52,7 +55,8 @@ class GenerationJob:
         setup = resolve_rollout(model, rollout, requests)
         for note in _notes(model, rollout):
             logger.warning(note)
-        return cls(settings=settings, requests=requests, plan=setup.plan, adapter=setup.adapter_path)
+        sources = {request.request_id: rows[place // rollout.n].source for place, request in enumerate(requests)}
+        return cls(settings=settings, requests=requests, sources=sources, plan=setup.plan, adapter=setup.adapter_path)
 
     async def run(self) -> bool:
         """Generate and write everything; whether all requests succeeded.
@@ -104,10 +108,11 @@ class GenerationJob:
         return self._tell(ordered, report)
 
     def _tell(self, results: Results, report: RunReport) -> bool:
-        """Log the outcome; whether it is complete."""
+        """Log the outcome, failures in a line a reason; whether it is complete."""
         facts, folder = report.as_dict(results), self.settings.generation.output_dir
-        for failure in facts["failed"]:
-            logger.error("%s failed: %s", failure["id"], failure["error"])
+        failures = {request.request_id: result for request, result in results if isinstance(result, RolloutError)}
+        for line in by_reason(failures, self.sources, "requests"):
+            logger.error("failed: %s", line)
         logger.info(
             "%d images in %.2f s (%.2f a second), %s, rows in a forward: %s; %d of %d requests failed; written to %s",
             *(facts[key] for key in ("num_images", "gen_s", "images_per_s", "mode", "batch_sizes")),

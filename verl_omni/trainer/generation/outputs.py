@@ -72,7 +72,7 @@ class RunReport:
                     "prompt": request.prompt,
                     "seed": item.seed,
                     "sde_windows": item.sde_windows,
-                    "queue_wait_s": round(item.queue_wait_s, 4),
+                    "queue_wait_s": None if item.queue_wait_s is None else round(item.queue_wait_s, 4),
                 }
                 for request, item in samples
             ],

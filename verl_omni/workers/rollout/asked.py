@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
@@ -67,12 +67,30 @@ class Asked:
         """Whether step-wise execution is asked for; None where nothing is."""
         return next(iter(self.steps.values()), None)
 
+    @property
+    def sets_mode(self) -> bool:
+        """Whether the configuration settles the mode."""
+        return self.batching_mode != "auto" or self.step is True
+
+    def freed(self) -> Asked:
+        """The same where a profile decides mode and cap."""
+        return replace(self, batching_mode="auto", caps={}, steps={})
+
+    def settled(self) -> Iterator[tuple[str, str]]:
+        """What settles mode or cap, as "name=value", and what to write to leave it to a profile."""
+        if self.batching_mode != "auto":
+            yield f"batching_mode={self.batching_mode or 'null'}", f"{ROLLOUT}.batching_mode=auto"
+        for key, step in self.steps.items():
+            yield f"step_execution={_written(step)}", f"{key}={_no_step(key)}"
+        for key, cap in self.caps.items():
+            yield f"max_num_seqs={cap}", f"{key}=null"
+
     def overrides_to(self, mode: RolloutMode) -> Iterable[str]:
         """What to write to get `mode`."""
         yield f"{ROLLOUT}.batching_mode={mode.value}"
         for key, step in self.steps.items():
             if step != (mode is RolloutMode.STEP_WISE):
-                yield f"{key}={'null' if key.startswith(ENGINE) else 'false'}"
+                yield f"{key}={_no_step(key)}"
         for key, cap in self.caps.items():
             if mode is RolloutMode.SERIAL and cap > 1:
                 yield f"{key}=1"
@@ -96,6 +114,11 @@ def _agreeing(places: dict[str, Any]) -> dict[str, Any]:
         both = " and ".join(f"{key}={_written(value)}" for key, value in asked.items())
         raise PlanError(f"{both} contradict each other", [f"{list(asked)[-1]}=null"])
     return asked
+
+
+def _no_step(key: str) -> str:
+    """What `key` is where it asks for nothing."""
+    return "null" if key.startswith(ENGINE) else "false"
 
 
 def _written(value: Any) -> str:

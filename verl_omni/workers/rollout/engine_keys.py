@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_omni.utils.text import one_line
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
 from verl_omni.workers.config.base import integer
 
@@ -46,18 +47,19 @@ def engine_keys() -> frozenset[str]:
 def check_engine_values(options: Mapping[str, Any]) -> None:
     """Have the engine check the values of `options` as it does when it starts; imports the engine, loads no model.
 
-    Raises :class:`ConfigError` with what the engine says, and of which option where that is one alone.
+    Raises :class:`ConfigError` with what the engine says, and of which option if it says the same of that one alone.
     """
     for key in _TIMEOUTS & options.keys():
         integer(f"{_PREFIX}.{key}", options[key], low=1, null="the engine's default")
     error = _refusal(options)
     if error is None:
         return
+    said = _said(error)
     alone = ({key: value} for key, value in options.items())
-    refused, error = next(((one, why) for one in alone if (why := _refusal(one)) is not None), (options, error))
-    said = " ".join(str(error).split()) or repr(error)
+    refused = next((one for one in alone if (why := _refusal(one)) is not None and _said(why) == said), dict(options))
+    other = "another value" if len(refused) == 1 else "other values"
     raise ConfigError(
-        f"{_PREFIX}: the engine rejects {dict(refused)}: {said}; write another value, or null for the engine's default"
+        f"{_PREFIX}: the engine rejects {refused}: {said}; write {other}, or null for the engine's default"
     ) from error
 
 
@@ -74,6 +76,10 @@ def _refusal(options: Mapping[str, Any]) -> Exception | None:
     except Exception as error:  # of any kind: it trusts most types
         return error
     return None
+
+
+def _said(error: Exception) -> str:
+    return one_line(error) or repr(error)
 
 
 def _definition(root: Path, file: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+from verl_omni.utils.text import one_line
 from verl_omni.workers.rollout.handle import Placement, ServerDied, ServerHandle
 from verl_omni.workers.rollout.request import RolloutError
 from verl_omni.workers.rollout.server import ServerSettings
@@ -161,7 +162,7 @@ class Fleet:
         try:
             if lost.bursts:  # until it is known how many of its requests are run again
                 await asyncio.wait(lost.bursts)
-            logger.error("%s; %s; a fresh server takes its place", _one_line(lost.died), lost.told())
+            logger.error("%s; %s; a fresh server takes its place", one_line(lost.died), lost.told())
             for attempt in range(1, START_ATTEMPTS + 1):
                 await self._may_start.wait()
                 if await self._start_fresh(place, attempt):
@@ -180,7 +181,7 @@ class Fleet:
         except Exception as error:
             server.kill()
             text = "%s did not start again, attempt %d of %d: %s"
-            logger.error(text, server.name, attempt, START_ATTEMPTS, _one_line(error))
+            logger.error(text, server.name, attempt, START_ATTEMPTS, one_line(error))
             return False
         self._watches.append(asyncio.create_task(self._watch(server)))
         return True
@@ -191,10 +192,6 @@ class Fleet:
     def _kill(self) -> None:
         for server in self._servers:
             server.kill()
-
-
-def _one_line(error: Exception | None) -> str:
-    return " ".join(str(error).split())
 
 
 async def come_up(servers: Sequence[ServerHandle], model_path: str, timeout_s: float) -> None:

@@ -4,10 +4,13 @@ A cap that is set is that cap, if it was measured. An unset one is chosen among 
 within `MEMORY_SHARE` of the device's, where both are known. Those within `TIE` of the fastest of them are the plateau.
 Of the plateau it is the trainer's log-prob micro-batch if that is one of it, else the smallest. If no measured cap fits
 the memory, it is the smallest of all.
+
+Speed still rises where the plateau is the largest measured cap alone, above smaller ones, and no larger one failed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from verl_omni.workers.config.rollout import RolloutMode
@@ -17,6 +20,8 @@ TIE = 0.03
 """Run-to-run noise of the measurements: what lies within it is no difference."""
 MEMORY_SHARE = 0.9
 """What a measured peak may take of the device: the rest is for its driver, other processes and longer prompts."""
+STILL_RISING = "images/s still rise there, so larger --caps are worth measuring"
+"""What is said of the largest measured cap where :func:`still_rises`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +60,10 @@ def measured_run(
         return MeasuredRun(
             point=points[min(points)], fits=False, why="the smallest measured, and none fits the device's memory"
         )
-    fastest = max(point.images_per_s for point in fitting.values())
-    plateau = [cap for cap, point in fitting.items() if point.images_per_s >= (1 - TIE) * fastest]
+    plateau = _plateau({cap: point.images_per_s for cap, point in fitting.items()})
+    rates = {cap: point.images_per_s for cap, point in points.items()}
+    if plateau == [max(points)] and still_rises(rates, profile.failed_caps(mode)):
+        return MeasuredRun(point=points[max(points)], fits=True, why=f"the largest measured; {STILL_RISING}")
     where = f"measured within {TIE:.0%} of the plateau" + (
         " of the caps that fit the memory" if fitting != points else ""
     )
@@ -69,6 +76,20 @@ def could_not_run(profile: RolloutProfile, mode: RolloutMode, cap: int | None) -
     """Whether `mode` failed when it was to be measured: at `cap`; None: at every cap that was tried."""
     failed = profile.failed_caps(mode)
     return cap in failed if cap is not None else bool(failed) and not profile.measured(mode)
+
+
+def still_rises(rates: Mapping[int, float], failed: Collection[int] = ()) -> bool:
+    """Whether speed still rises at the largest cap: by the rule at the head of this module.
+
+    `rates`: cap → images/s of one mode; `failed`: caps that could not be measured.
+    """
+    largest = max(rates, default=0)
+    return len(rates) > 1 and _plateau(rates) == [largest] and max(failed, default=0) < largest
+
+
+def _plateau(rates: Mapping[int, float]) -> list[int]:
+    """The caps within `TIE` of the fastest."""
+    return [cap for cap, rate in rates.items() if rate >= (1 - TIE) * max(rates.values())]
 
 
 def _fits(point: ProfilePoint, memory_gib: float | None) -> bool:

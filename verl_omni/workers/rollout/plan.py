@@ -19,20 +19,23 @@ matching profile shows to suit the mode, the memory and the trainer (the rule is
 `DEFAULT_MAX_NUM_SEQS`. The trainer's log-prob micro-batch counts unless the dtype is float32, in which batch shapes
 hardly matter, or ``rows_per_forward`` is below it. Serial has cap 1.
 
-A profile matches if its key is that of the run (see ``profile_key.py``). One that does not is not used, and the reason
-says so. What can't be is a :class:`PlanError`: what was asked, why it can't be, what to write instead.
+A profile matches if its key is that of the run (see ``profile_key.py``). One that does not is not used; a note says in
+what it differs and how to measure one that matches. Where the configuration overrules what a profile shows, or leaves
+it nothing to decide, a note says so too. What can't be is a :class:`PlanError`: what was asked, why it can't be, what
+to write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from verl_omni.workers.config import DiffusionRolloutConfig
 from verl_omni.workers.config.rollout import RolloutMode
-from verl_omni.workers.rollout.asked import ENGINE, ROLLOUT, Asked, PlanError
-from verl_omni.workers.rollout.measured import MEMORY_SHARE, TIE, MeasuredRun, could_not_run, measured_run
+from verl_omni.workers.rollout.asked import ROLLOUT, Asked, PlanError
+from verl_omni.workers.rollout.measured import TIE, MeasuredRun, could_not_run, measured_run
+from verl_omni.workers.rollout.plan_notes import Choice, batch_notes, memory_notes, overruled_notes, stale_notes
 from verl_omni.workers.rollout.profile import ProfileKey, RolloutProfile
 
 Measured = Mapping[RolloutMode, MeasuredRun]
@@ -128,37 +131,39 @@ def resolve_plan(
     """
     asked = Asked.read(rollout)
     micro = log_prob_micro_batch or rollout.log_prob_micro_batch_size_per_gpu
-    profile, stale = _matching(profile, key, rollout)
-    measured = _measured(profile, asked, micro if rollout.dtype != "float32" else None, memory_gib)
-    failed = {mode for mode in RolloutMode if profile is not None and could_not_run(profile, mode, asked.cap)}
-    mode, reason = _mode(asked, capabilities, measured, failed)
-    cap, cap_reason = _cap(asked, mode, measured)
-    concerned = asked.batching_mode == "auto" or (mode is not RolloutMode.SERIAL and asked.cap is None)
-    notes = [
-        *_notes(asked, mode, cap, reason, rollout.dtype, micro),
-        *_memory_notes(asked, measured.get(mode), memory_gib),
-    ]
+    key = None if profile is None else key or profile.key.with_request_shape(rollout)
+    stale = profile if profile is not None and key is not None and profile.key.differences(key) else None
+    usable = profile if stale is None else None
+    suiting = None if rollout.dtype == "float32" else micro
+    made = _choose(asked, capabilities, usable, suiting, memory_gib)
+    notes = [*batch_notes(asked, made, rollout.dtype, micro), *memory_notes(asked, made.run, memory_gib)]
+    if profile is not None and key is not None:
+        shown = _choose(asked.freed(), capabilities, usable, suiting, memory_gib)
+        notes += [*stale_notes(profile, key, rollout.pipeline), *overruled_notes(profile, asked, made, shown)]
+    concerned = asked.batching_mode == "auto" or (made.mode is not RolloutMode.SERIAL and asked.cap is None)
     return RolloutPlan(
-        mode=mode,
-        max_num_seqs=cap,
+        mode=made.mode,
+        max_num_seqs=made.cap,
         request_batch_max_wait_ms=asked.wait_ms,
         rows_per_forward=asked.rows,
-        reason=reason + cap_reason + (stale if concerned else ""),
+        reason=made.reason + (f"; the {stale.name} is stale and not used" if stale is not None and concerned else ""),
         notes=tuple(notes),
     )
 
 
-def _matching(
-    profile: RolloutProfile | None, key: ProfileKey | None, rollout: DiffusionRolloutConfig
-) -> tuple[RolloutProfile | None, str]:
-    """`profile` if it holds for the run; otherwise None, and the end of the reason that says why not."""
-    if profile is None:
-        return None, ""
-    differences = profile.key.differences(key or profile.key.with_request_shape(rollout))
-    if not differences:
-        return profile, ""
-    name = f"profile {profile.source}" if profile.source else "profile"
-    return None, f"; the {name} is stale and not used ({', '.join(differences)})"
+def _choose(
+    asked: Asked,
+    capabilities: AdapterCapabilities,
+    profile: RolloutProfile | None,
+    micro_batch: int | None,
+    memory_gib: float | None,
+) -> Choice:
+    """Mode and cap by what was asked and by a profile that matches. `micro_batch`: rows that suit the trainer."""
+    measured = _measured(profile, asked, micro_batch, memory_gib)
+    failed = {mode for mode in RolloutMode if profile is not None and could_not_run(profile, mode, asked.cap)}
+    mode, reason = _mode(asked, capabilities, measured, failed)
+    cap, cap_reason = _cap(asked, mode, measured)
+    return Choice(mode=mode, cap=cap, reason=reason + cap_reason, run=measured.get(mode))
 
 
 def _measured(
@@ -255,30 +260,3 @@ def _cap(asked: Asked, mode: RolloutMode, measured: Measured) -> tuple[int, str]
         return DEFAULT_MAX_NUM_SEQS, f"; max_num_seqs is unset, {DEFAULT_MAX_NUM_SEQS} is the default"
     cap = measured[mode].point.max_num_seqs
     return cap, f"; max_num_seqs is unset, {cap} is {measured[mode].why}"
-
-
-def _notes(asked: Asked, mode: RolloutMode, cap: int, reason: str, dtype: str, micro: int | None) -> Iterable[str]:
-    if mode is RolloutMode.SERIAL and (asked.cap or 1) > 1:
-        yield f"max_num_seqs={asked.cap} is not used, requests run one at a time: {reason}"
-    if mode is not RolloutMode.SERIAL and cap == 1:
-        yield f"max_num_seqs=1 batches nothing; write a higher {ROLLOUT}.max_num_seqs"
-    if asked.wait_ms > 0 and mode is not RolloutMode.REQUEST_LEVEL:
-        yield f"request_batch_max_wait_ms={asked.wait_ms:g} has no effect: only request-level batches wait"
-    rows = min(asked.rows or cap, cap)
-    if micro is not None and rows != micro and dtype != "float32":
-        yield (
-            f"the rollout runs {rows} rows a forward, the trainer's log-prob {micro}: {dtype} kernels round otherwise "
-            "at other batch shapes, and a clip ratio can be as small as 1e-5; check the first step's ratio, or write "
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu={rows}"
-        )
-
-
-def _memory_notes(asked: Asked, run: MeasuredRun | None, memory_gib: float | None) -> Iterable[str]:
-    if run is None or run.fits or run.point.mode == RolloutMode.SERIAL:
-        return
-    yield (
-        ("no measured cap fits the device's memory: " if asked.cap is None else "")
-        + f"at max_num_seqs={run.point.max_num_seqs} a peak of {run.point.peak_memory_gib:.4g} GiB was measured, above "
-        f"{MEMORY_SHARE:.0%} of the device's {memory_gib:.4g} GiB; write a smaller {ROLLOUT}.max_num_seqs or "
-        f"{ENGINE}.rows_per_forward"
-    )

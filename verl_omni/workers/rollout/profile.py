@@ -72,6 +72,11 @@ class RolloutProfile:
     source: str = field(default="", compare=False)
     """Name of the file that it was read from, for messages."""
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"profile {self.source}" if self.source else "profile"
+
     def measured(self, mode: str) -> dict[int, ProfilePoint]:
         """cap → point of `mode`. Of a cap that was measured twice, the higher speed and the higher memory."""
         measured: dict[int, ProfilePoint] = {}
@@ -94,15 +99,14 @@ class RolloutProfile:
     def load(cls, path: str | Path) -> RolloutProfile:
         """Read what :meth:`save` wrote. Raises :class:`ConfigError` naming the file."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls._from_data(data, Path(path).name)
-        except RecursionError:
-            raise ConfigError(f"rollout profile {path}: it is nested too deeply") from None
-        except (OSError, ValueError) as error:
+            return cls._from_data(_read_json(Path(path)), Path(path).name)
+        except ValueError as error:
             raise ConfigError(f"rollout profile {path}: {error}") from error
 
     @classmethod
     def _from_data(cls, data: Any, source: str) -> RolloutProfile:
+        if isinstance(data, dict) and {"workload", "rows"} <= data.keys():
+            raise ConfigError("this is a record of the bench (--out); give the file that it wrote as --profile")
         if not isinstance(data, dict) or data.keys() - {"failed"} != {"key", "points"}:
             raise ConfigError('it must be an object with "key", "points" and maybe "failed"')
         failed = data.get("failed", [])
@@ -136,8 +140,7 @@ def load_profiles(path: str | Path) -> list[RolloutProfile]:
             logger.warning("left out: %s", error)
     if not profiles:
         raise ConfigError(
-            f"rollout profile {path}: the folder holds no profile; measure one with "
-            f"python -m verl_omni.bench … --profile {Path(path) / 'profile.json'}"
+            f"rollout profile {path}: the folder holds no profile; {_measure(Path(path) / 'profile.json')}"
         )
     return profiles
 
@@ -152,6 +155,26 @@ def nearest_profile(profiles: Iterable[RolloutProfile], key: ProfileKey) -> Roll
         names = ", ".join(profile.source for profile in others)
         logger.warning("of the rollout profiles that hold for this run %s is used, and not %s", first.source, names)
     return first
+
+
+def _read_json(path: Path) -> Any:
+    again = _measure(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no such file; give one that there is, or {again}") from None
+    except OSError as error:
+        raise ConfigError(f"it cannot be read: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"it is no JSON ({error}): broken or cut short; {again}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"it is no text ({error.reason}); {again}") from error
+    except RecursionError:
+        raise ConfigError("it is nested too deeply") from None
+
+
+def _measure(path: Path) -> str:
+    return f"measure one with python -m verl_omni.bench … --profile {path}"
 
 
 def _check_place(what: str, place: ProfilePoint | ProfileFailure) -> None:

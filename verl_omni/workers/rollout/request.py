@@ -126,8 +126,8 @@ class RolloutSample:
     """Version of the policy that made the sample."""
     peak_memory_mb: float
     """Peak device memory while the request ran, MiB; on a CPU the most that the worker's process ever held."""
-    queue_wait_s: float = 0.0
-    """How long the request waited in its engine's queue for a place in a batch, s."""
+    queue_wait_s: float | None
+    """How long the request waited in its engine's queue for a place in a batch, s; None: the engine did not tell."""
 
     @classmethod
     def read(cls, request: RolloutRequest, output: Any, policy_version: int) -> RolloutSample:
@@ -151,7 +151,7 @@ class RolloutSample:
             seed=rl.get("seed", request.seed),
             policy_version=policy_version,
             peak_memory_mb=output.peak_memory_mb,
-            queue_wait_s=rl.get("queue_wait_s", 0.0),
+            queue_wait_s=rl.get("queue_wait_s"),
         )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.utils.console import log_to_stderr
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.external_lib import import_external_lib
 from verl_omni.workers.rollout.launch import START_TIMEOUT, import_engine
@@ -66,7 +67,7 @@ class RolloutServer:
     """Serves one engine; made with ``ray.remote(RolloutServer)``. Call :meth:`start` before anything else."""
 
     def __init__(self, settings: ServerSettings, *, replica: int) -> None:
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+        log_to_stderr(logging.WARNING)
         self._settings = settings
         self._name = server_name(replica)
         self._started: RolloutEngine | None = None

@@ -198,4 +198,28 @@ def test_a_file_without_the_right_to_write_it_is_refused(tmp_path: Path, monkeyp
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capfd):
     assert main([str(tmp_path)]) == 2
-    assert "holds no model_index.json" in capfd.readouterr().err
+    assert f"config error: '{tmp_path}' holds no model_index.json" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", None)
+    assert main(["models/Qwen-Image"]) == 2
+    assert "config error: models/Qwen-Image is no folder here; write" in capfd.readouterr().err
+
+
+def test_a_model_that_does_not_say_what_it_is_is_refused_without_keys_of_a_run(tmp_path: Path, capfd):
+    (tmp_path / "model_index.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    error = capfd.readouterr().err
+    assert "has no _class_name; write it there" in error and "actor_rollout_ref" not in error
+
+
+def test_a_random_model_is_kept_in_a_folder_of_its_name(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("verl_omni.bench.cli.build_random", lambda kind, family, path: path.mkdir())
+    monkeypatch.setattr("verl_omni.bench.cli.BenchModel.open_random", lambda kind, family, path: path)
+    opened = open_model(parse(["--tiny", "sd3", "--keep", str(tmp_path)], ""), tmp_path)
+    assert opened == tmp_path / "tiny_sd3"
+    with pytest.raises(SystemExit):
+        parse(["--help"], "")
+    assert "FOLDER/tiny_sd3" in capsys.readouterr().out

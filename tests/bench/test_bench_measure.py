@@ -115,6 +115,14 @@ async def test_what_was_timed_is_kept_when_looking_closer_fails(monkeypatch):
     assert run.problem is None and run.log_prob_gap is not None and list(run.log_prob_gap) == ["recorded", "16"]
 
 
+@pytest.mark.parametrize(("cuda", "servers", "peak"), [(False, False, None), (True, False, 1.0), (False, True, 1.0)])
+async def test_a_peak_that_engines_share_is_not_told(cuda: bool, servers: bool, peak: float | None, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    timed = timing(Engine(), servers=servers)
+    await timed.burst(LOAD.requests(4, "a"))
+    assert timed.result.peak_memory_mb == peak
+
+
 async def test_a_request_of_a_burst_that_fails_ends_the_others():
     engine = Engine(fails=["-1"])
     with pytest.raises(RolloutError, match="no"):
@@ -198,8 +206,8 @@ MODES = "--modes request_level serial --caps 2"
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (RolloutError("0", "height=20 must be a multiple of 16"), ": height=20 must be a multiple of 16."),
-        (RuntimeError("no weights"), ": RuntimeError: no weights."),
+        (RolloutError("0", "height=20 must be a multiple of 16"), ": height=20 must be a multiple of 16"),
+        (RuntimeError("no weights"), ": RuntimeError: no weights. If another mode can do it, name that alone after"),
     ],
 )
 def test_what_fails_before_anything_was_measured_ends_the_run_with_one_line(error, reason: str, bench, capfd):
@@ -207,6 +215,7 @@ def test_what_fails_before_anything_was_measured_ends_the_run_with_one_line(erro
     told = capfd.readouterr().err
     (line,) = [line for line in told.splitlines() if "config error: request_level with cap 2 failed" in line]
     assert reason in line and "Traceback" not in told
+    assert ("another mode" in line) == (not isinstance(error, RolloutError))  # who refuses a request does in all modes
 
 
 @pytest.mark.parametrize(
@@ -264,6 +273,8 @@ def test_a_record_that_cannot_be_written_ends_with_the_table_all_the_same(
         ('--engine {{"diffusion_attention_config":"x"}}', "--engine.diffusion_attention_config must be a mapping"),
         ('--engine {{"diffusion_attention_config":{{"per_role":3}}}}', "--engine: the engine rejects"),
         ('--engine {{"enforce_eagre":true}}', "--engine.enforce_eagre is not a known key"),
+        ("--size 65", "--size 65 must be multiples of 16 for this model; write --size 64"),
+        ("--size 64 7", "--size 64 7 must be multiples of 16 for this model; write --size 64 16"),
         ('--engine {{"diffusion_attention_backend":"fast"}}', "attention backend 'FAST' does not run on CPU"),
     ],
 )

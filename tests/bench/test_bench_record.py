@@ -21,6 +21,7 @@ from verl_omni.bench.record import STAGES, add_ratios, failed_row, make_profile,
 from verl_omni.bench.report import gaps, table, tables
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
+from verl_omni.workers.rollout.measured import STILL_RISING, TIE
 from verl_omni.workers.rollout.profile import ProfileFailure
 
 
@@ -119,6 +120,20 @@ def test_the_plot_has_a_curve_a_mode_with_a_mark_a_cap(tmp_path):
     assert svg.count("<polyline") == 2 and svg.count("<circle") == 4
     assert all(f">{cap}</text>" in svg for cap in (1, 4, 8, 16)) and ">32</text>" not in svg
     assert ">step_wise</text>" in svg and ">serial</text>" in svg and "64×64, 10 steps" in svg
+
+
+def test_where_speed_still_rises_at_the_largest_cap_a_line_below_the_tables_says_so():
+    rising, level = (
+        [row(point(mode, cap), [8 / rate]) for cap, rate in ((4, 1.0), (8, second))]
+        for mode, second in (("step_wise", 1 / (1 - TIE) + 1e-6), ("request_level", 1 / (1 - TIE) - 1e-6))
+    )
+    text = tables(record(*rising, *level))
+    assert text.endswith(f"step_wise cap 8 is the largest cap measured; {STILL_RISING}")
+    assert text.count(STILL_RISING) == 1
+    failed = failed_row(point(cap=16), ["no room"])
+    assert STILL_RISING not in tables(record(*rising, failed))
+    others = [row(point(cap=4, lora_rank=8), [8.0]), row(point(cap=8), [1.0])]  # differ in more than the cap
+    assert STILL_RISING not in tables(record(*others))
 
 
 def test_a_profile_keeps_bursts_on_one_engine():

@@ -73,9 +73,10 @@ def test_the_page_shows_each_record_with_the_command_that_made_it(name: str):
 
 
 def shown_command(measured: dict[str, Any]) -> str:
-    """The command of a record, on lines that fit the page."""
-    lines = textwrap.wrap(measured["command"], width=110, break_long_words=False, break_on_hyphens=False)
-    return " \\\n    ".join(lines)
+    """The command of a record, on lines that fit the page; an option stays with its values."""
+    options = re.sub(r" (?!--)", "\0", measured["command"])
+    lines = textwrap.wrap(options, width=110, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join(lines).replace("\0", " ")
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDS if f"({name[:-5]}.svg)" in PERF.read_text()])
@@ -108,6 +109,16 @@ def test_the_page_tells_by_how_much_a_ratio_may_fall():
 
 def test_the_page_tells_how_many_requests_serial_mode_gets():
     assert f"in serial mode, where that takes long and tells no more, at most {SERIAL_REQUESTS}," in prose(PERF)
+
+
+def test_the_page_tells_of_which_requests_a_baseline_need_not_be():
+    assert "requests, but those of serial rows, must be those of the record" in prose(PERF)
+
+
+def test_the_page_tells_what_a_cell_of_a_cpu_without_a_figure_means():
+    cpu = [row for name, found in RECORDS.items() if name.startswith("cpu_") for row in found["rows"]]
+    assert cpu and not any(row["peak_memory_gib"] for row in cpu)
+    assert "on a CPU known with `--replicas` alone" in prose(PERF)
 
 
 def test_make_bench_repeats_the_record_that_it_compares_with():

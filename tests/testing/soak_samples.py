@@ -36,6 +36,7 @@ def sample(**changes) -> RolloutSample:
         seed=1,
         policy_version=3,
         peak_memory_mb=0.0,
+        queue_wait_s=0.0,
     )
     return dataclasses.replace(made, **changes)
 

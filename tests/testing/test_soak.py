@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, code_spans, table
+from tests.docs.pages import DOCS, ROOT, code_spans, prose, table
 from tests.testing.soak_samples import REQUEST
-from verl_omni.testing.soak.cli import make_parser, parse
+from verl_omni.testing.soak.cli import AFTER_KILLS, ENVIRONMENT, make_parser, parse
 from verl_omni.testing.soak.faults import FAULTS, planted_fault, spoiled
 from verl_omni.testing.soak.report import as_table
 from verl_omni.testing.soak.settings import SoakSettings, share
 from verl_omni.testing.soak.soak import Soak
 from verl_omni.testing.soak.workload import (
     CFG_KEYS,
+    ROUND,
     Kill,
     Policy,
     Send,
@@ -113,6 +115,31 @@ def test_the_command_of_a_violation_repeats_its_seed():
     assert not any(getattr(settings, name) == value for name, value in vars(SoakSettings()).items())
     for wanted in (SoakSettings(), settings, settings.of_seed(0), settings.of_seed(1)):
         assert parse(shlex.split(wanted.command)[3:])[0] == wanted
+
+
+def test_each_seed_has_as_many_rounds_as_kills_or_is_refused():
+    for seeds in ((0,), (0, 1)):
+        with pytest.raises(ValueError, match="need requests="):
+            SoakSettings(executor="mp", kills=3, requests=len(seeds), seeds=seeds)
+        least = next(n for n in range(len(seeds), 999) if accepted(executor="mp", kills=3, requests=n, seeds=seeds))
+        settings = SoakSettings(executor="mp", kills=3, requests=least, seeds=seeds)
+        for i, seed in enumerate(seeds * 20):
+            part = settings.of_seed(i % len(seeds))
+            actions = [action for script in make_workload(part, seed + i) for action in script]
+            assert sum(isinstance(action, Kill) for action in actions) == part.kills
+
+
+def accepted(**settings: Any) -> bool:
+    try:
+        return bool(SoakSettings(**settings))
+    except ValueError:
+        return False
+
+
+def test_it_is_silent_unless_the_environment_says_otherwise_and_the_page_tells_so():
+    assert ENVIRONMENT["VLLM_LOGGING_LEVEL"] == "CRITICAL" and "PYTHONWARNINGS" in AFTER_KILLS
+    assert "`VLLM_LOGGING_LEVEL=ERROR` to see it" in prose(PAGE)
+    assert f"each more needs {ROUND[1]} more requests" in prose(PAGE)
 
 
 @pytest.mark.parametrize("argv", ["--kills 1 --executor uni", "--requests 1 --seed 1 2", "--mode fast", "--check some"])

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from verl_omni.algorithms import flow_sde
 from verl_omni.pipelines import params
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig, build
+from verl_omni.workers.config.base import MANY_KEYS, unknown_key
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, MIN_LORA_SCALE
 from verl_omni.workers.config.rollout import OUTPUT_TYPES, SDE_TYPES, UNMERGEABLE, check_engine_keys
 from verl_omni.workers.rollout import engine as engine_module
@@ -251,3 +252,10 @@ def test_request_seeds():
     assert request_seed(2**63, 0) == 2**63 * 1000003 % (2**63 - 1)
     seeds = [request_seed(42, row, step=step) for step in (1, 2) for row in range(512)]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_of_many_known_keys_those_most_like_an_unknown_one_are_told():
+    names = [f"a.key_{i:02d}" for i in range(MANY_KEYS)]
+    assert unknown_key("a.foo", names).endswith(f"known: {', '.join(name[2:] for name in names)}")
+    told = unknown_key("a.flow", [*names, "a.flavour_it"])
+    assert "known: flavour_it, key_" in told and told.endswith(f" and {MANY_KEYS + 1 - 5} more")

@@ -32,6 +32,7 @@ def parse(argv: Sequence[str], description: str) -> argparse.Namespace:
     _add_how_and_where(parser)
     args = parser.parse_args(argv)
     args.caps = args.caps or (GPU_CAPS if torch.cuda.is_available() else CPU_CAPS)
+    args.dtype = DTYPES.get(args.dtype, args.dtype) or ("bfloat16" if torch.cuda.is_available() else "float32")
     if problem := next(_problems(args), None):
         parser.error(problem)
     return args
@@ -88,7 +89,7 @@ def _add_how_and_where(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE.json", help="the record")
     add("--plot", type=Path, metavar="FILE.svg", help="images/s over the cap")
     add("--profile", type=Path, metavar="FILE.json", help="the profile that rollout.profile reads")
-    add("--keep", type=Path, metavar="FOLDER", help="build the random model there, or use the one that is there")
+    add("--keep", type=Path, metavar="FOLDER", help="build the random model as FOLDER/tiny_sd3, say, or use that one")
     add(
         "--log-prob-gap",
         type=int,

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_omni.bench.arguments import parse
 from verl_omni.bench.compare import as_table, changes, check_record
 from verl_omni.bench.measure import Bench
@@ -31,6 +33,7 @@ from verl_omni.bench.outputs import Outputs, check_outputs
 from verl_omni.bench.plot import save_plot
 from verl_omni.bench.record import make_profile
 from verl_omni.bench.report import say, tables
+from verl_omni.bench.room import check_room
 from verl_omni.bench.session import Session, checked_key, make_bench
 from verl_omni.utils.console import log_to_stderr, own_stderr
 from verl_omni.workers.config import ConfigError
@@ -83,6 +86,12 @@ def open_model(args: argparse.Namespace, folder: Path) -> BenchModel:
         return BenchModel.open(args.model, name=Path(args.model).name)
     kind, family = ("tiny", args.tiny) if args.tiny else ("random", args.random)
     path = folder / f"{kind}_{family}"
+    if kind == "random":
+        cuda = torch.cuda.is_available()
+        spread = cuda and args.engine  # options may spread the weights over GPUs, or keep them on the host
+        engines = 0 if spread else 1 if cuda else args.replicas
+        device = torch.device("cuda" if cuda else "cpu")
+        check_room(family, path, dtype=args.dtype, device=device, engines=engines)
     if not path.is_dir():
         say(f"building a {kind} {family}")
         build_random(kind, family, path)

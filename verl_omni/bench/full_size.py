@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl_omni.bench.random_lora import empty_transformer
 from verl_omni.testing import tiny_models
 
 TRANSFORMER = {
@@ -51,6 +52,9 @@ TRANSFORMER = {
     ),
 }
 
+WRITTEN = torch.bfloat16
+"""Dtype of the weights that are written."""
+
 
 def build_full_size(family: str, out: Path) -> Path:
     """Write the full-size `family` to `out` and return it; takes up to a minute and 12 GB."""
@@ -59,12 +63,19 @@ def build_full_size(family: str, out: Path) -> Path:
         weights.unlink()
     (out / "transformer" / "config.json").write_text(json.dumps(TRANSFORMER[family]))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parts: dict[str, Callable[[], Any]] = _qwen_image() if family == "qwen_image" else _sd3()
-    for name, make in parts.items():
+    for name, make in _PARTS[family]().items():
         shutil.rmtree(out / name)
         with torch.device(device):
-            make().to(torch.bfloat16).save_pretrained(out / name)
+            make().to(WRITTEN).save_pretrained(out / name)
     return out
+
+
+def parameter_counts(family: str) -> dict[str, int]:
+    """Part → number of its parameters. Nothing is allocated."""
+    with torch.device("meta"):
+        parts = {name: make() for name, make in _PARTS[family]().items()}
+    parts["transformer"] = empty_transformer(TRANSFORMER[family])
+    return {name: sum(parameter.numel() for parameter in part.parameters()) for name, part in parts.items()}
 
 
 def _qwen_image() -> dict[str, Callable[[], Any]]:
@@ -143,3 +154,7 @@ def _sd3() -> dict[str, Callable[[], Any]]:
         "text_encoder_3": lambda: T5EncoderModel(t5),
         "vae": lambda: AutoencoderKL(**vae),
     }
+
+
+_PARTS: dict[str, Callable[[], dict[str, Callable[[], Any]]]] = {"qwen_image": _qwen_image, "sd3": _sd3}
+"""Family → what is written beside the transformer's configuration."""

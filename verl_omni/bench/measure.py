@@ -60,8 +60,8 @@ class Run:
     """Of each repeat, from the first submission to the last result."""
     stats: RolloutStats = field(default_factory=RolloutStats)
     """What the engines counted over all repeats."""
-    peak_memory_mb: float = 0.0
-    """The highest of any request and replica, MiB."""
+    peak_memory_mb: float | None = None
+    """The highest of any request and replica, MiB; None: not known, as on a CPU the engines of a process share one."""
     syncs_per_step: float | None = None
     """Waits for the device in one denoising step; None: not counted."""
     log_prob_gap: dict[str, dict[str, list[float]]] | None = None
@@ -231,7 +231,7 @@ class Timing:
             async for sample in results:
                 if isinstance(sample, RolloutError):
                     raise sample
-                self.result.peak_memory_mb = max(self.result.peak_memory_mb, sample.peak_memory_mb)
+                self.note_memory(sample)
         took = time.perf_counter() - start
         self.burst_s = min(self.burst_s, took)
         return took
@@ -245,7 +245,7 @@ class Timing:
         async def arrive(request: RolloutRequest, after: float) -> None:
             await asyncio.sleep(after)
             sample = await self.target.generate(request)
-            self.result.peak_memory_mb = max(self.result.peak_memory_mb, sample.peak_memory_mb)
+            self.note_memory(sample)
 
         start = time.perf_counter()
         try:
@@ -255,6 +255,11 @@ class Timing:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return time.perf_counter() - start
+
+    def note_memory(self, sample: RolloutSample) -> None:
+        """Keep the peak of `sample`, where it is that of this engine alone."""
+        if torch.cuda.is_available() or self.bench.servers:
+            self.result.peak_memory_mb = max(self.result.peak_memory_mb or 0.0, sample.peak_memory_mb)
 
     async def torch_profile(self, prefix: str) -> None:
         """Write where the time of one more burst goes, by kernel."""

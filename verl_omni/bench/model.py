@@ -29,9 +29,12 @@ class BenchModel:
     @classmethod
     def open(cls, path: str | Path, *, name: str, adapter: type | None = None) -> BenchModel:
         """The checkpoint at `path`; `adapter`: in place of the registered one. Raises :class:`ConfigError`."""
-        architecture = DiffusionModelConfig(path=str(path)).resolve_architecture()
         if not Path(path).is_dir():
-            raise ConfigError(f"{path} is no folder; download the model and name its folder")
+            raise ConfigError(
+                f"{path} is no folder here; write that of a downloaded checkpoint in diffusers layout, or --tiny or "
+                "--random and a family"
+            )
+        architecture = _architecture(path)
         with without_collecting():
             from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 
@@ -57,12 +60,18 @@ class BenchModel:
         """Configuration of the transformer."""
         return self._config("transformer")
 
+    @property
+    def edge(self) -> int:
+        """Pixels of an edge of a token: height and width are multiples of it."""
+        vae = self._config("vae")
+        blocks = vae.get("temperal_downsample", vae.get("block_out_channels", [0] * 4)[1:])
+        patch: int = self.transformer.get("patch_size", 2)
+        return patch * 2 ** len(blocks)
+
     def image_flop(self, load: Workload, lengths: list[int]) -> float | None:
         """Mean FLOP of the transformer for an image, prompts of `lengths` tokens; None: no formula for this model."""
-        config, vae = self.transformer, self._config("vae")
-        blocks = vae.get("temperal_downsample", vae.get("block_out_channels", [0] * 4)[1:])
-        patch = config.get("patch_size", 2) * 2 ** len(blocks)
-        tokens = (load.height // patch) * (load.width // patch)
+        config, edge = self.transformer, self.edge
+        tokens = (load.height // edge) * (load.width // edge)
         forwards = [forward_flop(config, tokens, load.text_tokens(length)) for length in lengths]
         negative = forward_flop(config, tokens, load.text_tokens(load.negative_text)) if load.cfg > 1 else 0.0
         known = [flop for flop in forwards if flop is not None]
@@ -71,6 +80,15 @@ class BenchModel:
     def _config(self, part: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((self.path / part / "config.json").read_text(encoding="utf-8"))
         return config
+
+
+def _architecture(path: str | Path) -> str:
+    try:
+        return DiffusionModelConfig(path=str(path)).resolve_architecture()
+    except ConfigError as error:  # of keys that the bench does not have
+        key = DiffusionModelConfig.KEY
+        told = str(error).replace(f"set {key}.architecture", "write it there").replace(f"{key}.path=", "")
+        raise ConfigError(told) from error
 
 
 def build_random(kind: str, family: str, path: Path) -> None:

@@ -16,13 +16,19 @@ _B_STD = 1e-3
 """Small, so that activations stay finite."""
 
 
-def random_lora(config: Mapping[str, Any], rank: int, dtype: torch.dtype) -> LoraAdapter:
-    """An adapter for the transformer with diffusers configuration `config`, seed 0, on all linear layers of its blocks
-    but those of the modulation; tensors in `dtype` on the host."""
+def empty_transformer(config: Mapping[str, Any]) -> nn.Module:
+    """The transformer with diffusers configuration `config`, on the meta device."""
     import diffusers
 
     with torch.device("meta"):
-        transformer = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+        transformer: nn.Module = getattr(diffusers, config["_class_name"]).from_config(dict(config))
+    return transformer
+
+
+def random_lora(config: Mapping[str, Any], rank: int, dtype: torch.dtype) -> LoraAdapter:
+    """An adapter for the transformer with diffusers configuration `config`, seed 0, on all linear layers of its blocks
+    but those of the modulation; tensors in `dtype` on the host."""
+    transformer = empty_transformer(config)
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
     targets = set()

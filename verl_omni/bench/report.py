@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from verl_omni.bench.record import STAGES
+from verl_omni.bench.record import POINT, STAGES
 from verl_omni.utils.console import own_stdout
+from verl_omni.workers.rollout.measured import STILL_RISING, still_rises
 
 _USUAL = {"replicas": 1, "lora_rank": 0, "arrivals": "burst"}
 """Columns that are left out where every row has this value."""
@@ -19,10 +21,11 @@ _RATIOS = {
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Speed, time by stage and what could not be measured, as lines of aligned columns."""
+    """Speed, time by stage, where larger caps may be faster and what could not be measured, in aligned columns."""
     rows = [row for row in record["rows"] if "error" not in row]
     failed = [row for row in record["rows"] if "error" in row]
     parts = [table(cells) for cells in (speed(rows), stages(rows), gaps(rows)) if len(cells) > 1]
+    parts += [f"{name(row)} is the largest cap measured; {STILL_RISING}" for row in rising(record["rows"])]
     parts += [f"not measured: {name(row)}: {row['error']}" for row in failed]
     rounds = record["workload"].get("rounds", 1)
     for row in rows:
@@ -53,7 +56,7 @@ def _speed(row: dict[str, Any], ratios: Sequence[str]) -> list[str]:
         f"{row['slowest']:.3g}–{row['fastest']:.3g}",
         *(f"{row[ratio]:.2f}" if ratio in row else "" for ratio in ratios),
         _known(row["mfu"], ".1%"),
-        f"{row['peak_memory_gib']:.1f}",
+        _known(row["peak_memory_gib"], ".1f"),
         _known(row["recompiles"], "d"),
         _known(row["syncs_per_step"], ".3g"),
         ", ".join(_sizes(row["batch_sizes"])),
@@ -83,6 +86,17 @@ def gaps(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             shown = ("" if cell is None else f"{cell[0]:.1e}, {cell[1]:.1e}" for cell in cells)
             lines.append([*about, rows_in_forward, *shown])
     return lines
+
+
+def rising(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Of rows that differ in the cap alone, the one with the largest, where speed still rises at it."""
+    alike = defaultdict[tuple[Any, ...], dict[int, dict[str, Any]]](dict)
+    for row in rows:
+        alike[tuple(row[column] for column in POINT if column != "max_num_seqs")][row["max_num_seqs"]] = row
+    for by_cap in alike.values():
+        rates = {cap: row["images_per_s"] for cap, row in by_cap.items() if "error" not in row}
+        if still_rises(rates, by_cap.keys() - rates.keys()):
+            yield by_cap[max(rates)]
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:

@@ -59,6 +59,11 @@ def make_bench(args: argparse.Namespace, model: BenchModel) -> Bench:
         seed=args.seed,
         recipe=recipe,
     )
+    if model.architecture in RECIPES and any(pixels % model.edge for pixels in size):
+        near = " ".join(str(max(1, round(pixels / model.edge)) * model.edge) for pixels in size)
+        raise ConfigError(
+            f"--size {' '.join(map(str, size))} must be multiples of {model.edge} for this model; write --size {near}"
+        )
     if args.requests is not None and args.replicas > 1 and args.requests % load.n:
         raise ConfigError(f"--requests {args.requests} must be whole groups of --n {load.n}, which replicas share out")
     return Bench(
@@ -89,7 +94,7 @@ def rollout_config(args: argparse.Namespace, load: Workload) -> DiffusionRollout
     )
     with _engine_keys_as_option():
         rollout = DiffusionRolloutConfig(
-            dtype=args.dtype or ("bfloat16" if torch.cuda.is_available() else "float32"),
+            dtype=args.dtype,
             engine_kwargs={"vllm_omni": options},
             pipeline=pipeline,
             merge_lora=args.merge_lora,
@@ -194,7 +199,7 @@ class Session:
             if not self._runs and not any(words in described(error).lower() for words in _ELSEWHERE):
                 raise ConfigError(
                     f"{mode.value} with cap {cap} failed before anything was measured, so nothing else is tried: "
-                    f"{_reason(error)}. If another mode can do it, name that alone after --modes"
+                    f"{_reason(error)}"
                 ) from error
             is_told = isinstance(error, RolloutError)
             logger.error("%s with cap %d was not measured: %s", mode.value, cap, described(error), exc_info=not is_told)
@@ -225,7 +230,10 @@ class Session:
 
 
 def _reason(error: Exception) -> str:
-    return error.message if isinstance(error, RolloutError) else described(error)
+    """What failed. A request that is refused is so in every mode; an engine that does not start may in another."""
+    if isinstance(error, RolloutError) and error.request_id is not None:
+        return error.message
+    return f"{described(error)}. If another mode can do it, name that alone after --modes"
 
 
 def free_memory() -> None:

@@ -32,9 +32,12 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TQDM_DISABLE": "1",
 }
 """Set unless it is: without the network; silent, as the errors are planted; one thread, as tiny models gain nothing by
-more."""
+more; no progress bars."""
+AFTER_KILLS = {"PYTHONWARNINGS": "ignore:resource_tracker:UserWarning"}
+"""The same, with kills: a killed process leaves semaphores behind, which Python frees and warns of."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,7 +85,7 @@ def parse(argv: Sequence[str]) -> tuple[SoakSettings, argparse.Namespace]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (None: those of the command line); returns the exit status."""
     settings, args = parse(sys.argv[1:] if argv is None else argv)
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | (AFTER_KILLS if settings.kills else {})).items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.CRITICAL, format="%(levelname)s %(message)s", stream=own_stderr())
     out = own_stdout()

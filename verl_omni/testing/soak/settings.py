@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from verl_omni.testing.soak.workload import WorkloadSettings
+from verl_omni.testing.soak.workload import ROUND, WorkloadSettings
 from verl_omni.workers.rollout.plan import RolloutMode
 
 
@@ -31,6 +31,12 @@ class SoakSettings(WorkloadSettings):
         """Raises ValueError."""
         if self.kills and self.executor != "mp":
             raise ValueError(f"kills={self.kills} needs executor=mp: with {self.executor} the worker is this process")
+        kills_a_seed = -(-self.kills // len(self.seeds))
+        least = len(self.seeds) * (ROUND[1] * (kills_a_seed - 1) + 1)
+        if self.requests < least:
+            raise ValueError(
+                f"kills={self.kills} need requests={least} or more: a round has one, and up to {ROUND[1]} requests"
+            )
         if self.requests < len(self.seeds):
             raise ValueError(f"requests={self.requests} are fewer than the {len(self.seeds)} seeds")
 

@@ -23,6 +23,8 @@ MAX_DEPTH = 64
 """Mappings and lists within each other that a configuration may have; ours has six."""
 NEAR = 0.6
 """Similarity from which a key counts as a misspelling of another (difflib's own default)."""
+MANY_KEYS = 40
+"""Above so many known keys, only those most like an unknown one are told."""
 
 
 class ConfigError(ValueError):
@@ -96,7 +98,7 @@ def nearest(key: str, known: Collection[str], cutoff: float = NEAR) -> str | Non
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """The message about a (dotted) key that is not one of `known`: the nearest, or all that may stand in its place."""
+    """The message about a (dotted) key that is not one of `known`: the nearest, or what may stand in its place."""
     for name in sorted(known):  # the end of a path, written without its beginning
         if f".{key}." in f"{name}.":
             return f"{key} is not a known key; did you mean {name[: name.index(f'.{key}')]}.{key}?"
@@ -105,6 +107,9 @@ def unknown_key(key: str, known: Collection[str]) -> str:
     near = nearest(key, known) or nearest(key, {prefix + place for place in places})
     if near is not None:
         return f"{key} is not a known key; did you mean {near}?"
+    if len(places) > MANY_KEYS:
+        alike = difflib.get_close_matches(key.rpartition(".")[2], sorted(places), n=5, cutoff=0)
+        return f"{key} is not a known key; known: {', '.join(alike)} and {len(places) - len(alike)} more"
     return f"{key} is not a known key; known: {', '.join(sorted(places))}"
 
 

@@ -27,7 +27,7 @@ from verl_omni.workers.config.scorers import HttpConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
-SHORT, LONG, UNDER_FIRE = 5, 30, 8
+SHORT, LONG, UNDER_FIRE = 3, 20, 8
 DEATHS, DOWN_IN_STEP, DOWN_S = (3, 7), 5, 20.0
 """Steps of the run under fire in which its engine is killed, and the one in which its scorer is down, for how long."""
 SETTINGS = (*LEARNING, "actor.use_kl_loss=true", "actor.kl_loss_coef=0")  # the KL is measured, and changes nothing

@@ -8,6 +8,8 @@ and one that is too narrow is bound in part. All end as the old policy, or half 
 from __future__ import annotations
 
 import copy
+import gc
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -53,6 +55,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
 
     def __init__(self, *, rank: int, od_config: OmniDiffusionConfig, **further: Any) -> None:
         assert od_config.master_port is not None  # the engine has chosen it
+        if multiprocessing.parent_process() is not None:
+            gc.freeze()  # modules stay to the process's end; collecting them there and as it starts takes seconds
         current_omni_platform.set_device(current_omni_platform.get_torch_device(rank))  # first, as in the engine
         join_on_loopback(
             rank=rank,

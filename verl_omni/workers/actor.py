@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-import torch
-from tensordict import TensorDict
-from verl import DataProto
-from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.device import get_device_name
-from verl.utils.distributed import initialize_global_process_group_ray
+from verl_omni.utils.imports import without_collecting
 
-from verl_omni.workers.config import DiffusionModelConfig, FSDPDiffusionActorConfig
-from verl_omni.workers.engine.fsdp_diffusion import DiffusionFSDPEngine, PolicyState
-from verl_omni.workers.engine.lora import write_lora
-from verl_omni.workers.engine.policy_update import PolicyUpdate, recorded_log_probs
-from verl_omni.workers.rollout.external_lib import import_external_lib
-from verl_omni.workers.rollout.wire import buckets, pack
+with without_collecting():
+    import ray
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.single_controller.base import Worker
+    from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+    from verl.utils.device import get_device_name
+    from verl.utils.distributed import initialize_global_process_group_ray
+
+    from verl_omni.workers.config import DiffusionModelConfig, FSDPDiffusionActorConfig
+    from verl_omni.workers.engine.fsdp_diffusion import DiffusionFSDPEngine, PolicyState
+    from verl_omni.workers.engine.lora import write_lora
+    from verl_omni.workers.engine.policy_update import PolicyUpdate, recorded_log_probs
+    from verl_omni.workers.rollout.external_lib import import_external_lib
+    from verl_omni.workers.rollout.wire import buckets, pack
 
 BUCKET_BYTES = 2**30
 """Of weights in one object of Ray's store: large enough to be read at full speed, small beside the store."""

@@ -201,6 +201,11 @@ BAD = {
         dict(prompt="word " * 400, max_sequence_length=20),
         "tokens.*[= ]20; shorten it",
     ),
+    "long negative prompt": (
+        dict(negative_prompt="word " * 400, max_sequence_length=20, guidance_scale=4.0, true_cfg_scale=4.0),
+        "^negative_prompt: .*tokens.*[= ]20; shorten it",
+    ),
+    "half a character": (dict(prompt="a \ud800"), r"prompt is no valid text: it holds '\\ud800'"),
     "limit above the model's": (dict(max_sequence_length=99999), "above this model's limit"),
     "odd height": (dict(height=65), "multiples of 16"),
     "zero width": (dict(width=0), "width=0 must be at least 1"),
@@ -211,6 +216,11 @@ BAD = {
     "sde type": (dict(sde_type="ddpm"), "use one of sde, cps, dance_sde"),
     "noise level": (dict(noise_level=-1.0), "noise_level must be a finite number of at least 0"),
     "noise NaN": (dict(noise_level=float("nan")), "noise_level must be a finite number"),
+    "noise no float holds": (dict(noise_level=10**5000), "noise_level must be .*, got an integer that no"),
+    "guidance no float holds": (
+        dict(guidance_scale=10**400, true_cfg_scale=10**400),
+        "(guidance|true_cfg)_scale must be a finite number, got an integer that no float holds",
+    ),
     "cps noise": (dict(noise_level=1.5, sde_type="cps"), "above 1"),
     "output type": (dict(output_type="gif"), "use one of pt, latent"),
     "seed": (dict(seed="one"), "seed must be"),
@@ -218,6 +228,14 @@ BAD = {
     "negative seed": (dict(seed=-1), "seed"),
     "no outputs": (dict(num_outputs_per_prompt=0), "num_outputs_per_prompt=0 must be at least 1"),
     "logprobs": (dict(logprobs="yes"), "logprobs must be true or false"),
+    "unknown token": (
+        dict(prompt_token_ids=[10**9] * 40, prompt_token_ids_2=[9], prompt_token_ids_3=[9]),
+        "prompt_token_ids holds 1000000000, but the text encoder knows 0 to \\d+; use the model's own",
+    ),
+    "negative token": (
+        dict(negative_prompt_token_ids=[-1] * 40, negative_prompt_token_ids_2=[9], negative_prompt_token_ids_3=[9]),
+        "negative_prompt_token_ids holds -1, but",
+    ),
 }
 
 
@@ -270,6 +288,7 @@ def test_a_row_that_is_not_finite_is_an_error_and_not_an_image(engine, ask, monk
     outputs = engine.run(good, bad)
     assert same(outputs[0], want)
     assert "NaN or infinite" in str(outputs[1])
+    assert f"lower noise_level or {engine.pipeline.cfg_key}, or" in str(outputs[1])
 
 
 def test_a_decode_that_fails_fails_its_request_alone(engine, ask, monkeypatch):

@@ -289,6 +289,16 @@ async def test_any_reply_ends_an_outage(service, caplog, reply):
     assert "answers again" in end and end.endswith("failed attempts: 2")
 
 
+async def test_without_retries_the_errors_alone_tell_of_an_outage(service, caplog):
+    down = web.Response(status=503, text="busy")
+    service.replies = [down, down, down, scored(1)]
+    for _ in range(3):
+        with pytest.raises(RewardError, match="failed 1 times, the last time with status 503: busy"):
+            await service.score(retries=0)
+    assert await service.score(retries=0) == 1
+    assert told(caplog) == []
+
+
 def test_failures_among_answers_are_no_outage(caplog):
     outage = Outage("http://a/")
     seen = outage.failed("busy", None)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import resource
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -141,6 +146,53 @@ def test_an_older_run_is_replaced_and_other_files_are_left_alone(tmp_path):
         "images/holiday.png",
         "notes.txt",
     }
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As if the disk were full: a write past `size` bytes of a file is an error of the system."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_that_is_too_large_is_named_and_the_others_are_written(tmp_path):
+    write(tmp_path, RESULTS[:1])
+    old = {file: (tmp_path / file).read_bytes() for file in files(tmp_path)}
+    long = replace(sample("0007-00"), trajectory_latents=torch.zeros(1, 3, 50_000, 4))
+    results = [(RolloutRequest(request_id="0007-00", prompt="a dog"), long)]
+    with (
+        files_of_at_most(100_000),
+        pytest.raises(ConfigError, match=r"^generation\.output_dir='.*': could not write traj.*large") as raised,
+    ):
+        write(tmp_path, results)
+    assert "\n" not in str(raised.value) and "rollout.json" not in str(raised.value)
+    assert files(tmp_path) == {"grid.png", "images/0007-00.png", "rollout.json", "trajectories.safetensors"}
+    kept = {file for file in old if (tmp_path / file).exists() and (tmp_path / file).read_bytes() == old[file]}
+    assert kept == {"trajectories.safetensors"}
+
+
+def test_what_an_earlier_run_wrote_is_left_where_nothing_can_be_written(tmp_path):
+    write(tmp_path, RESULTS[:1])
+    old = {file: (tmp_path / file).read_bytes() for file in files(tmp_path)}
+    with files_of_at_most(0), pytest.raises(ConfigError) as raised:
+        write(tmp_path, RESULTS[2:])
+    for name in ("rollout.json", "images", "trajectories.safetensors", "grid.png"):
+        assert f"{name} (" in str(raised.value)
+    assert {file: (tmp_path / file).read_bytes() for file in files(tmp_path)} == old
+    assert {path.name for path in tmp_path.iterdir()} == {file.split("/")[0] for file in old}
+
+
+def test_a_folder_that_is_gone_read_only_by_the_end_is_a_configuration_error(tmp_path, monkeypatch):
+    def refused(*args, **keys):
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)  # a folder's mode does not stop root
+    with pytest.raises(ConfigError, match=r"output_dir=.*could not write rollout\.json \(Permission denied\)"):
+        write(tmp_path)
 
 
 def test_same_results_give_the_same_bytes(tmp_path):

@@ -65,7 +65,7 @@ def test_a_run_takes_the_profile_of_its_folder_that_was_measured_with_its_lora(r
     save(model, "rank_8_merged", 3.0, lora_rank=8, lora_merged=True)
     lora = tmp_path / "lora"
     lora.mkdir()
-    (lora / "adapter_config.json").write_text(json.dumps({"r": 8}))
+    (lora / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8}))
     save_file({"to_q.lora_A.weight": torch.zeros(8, 4)}, lora / "adapter_model.safetensors")
     assert "step_wise is fastest" in resolve().reason
     assert "request_level 2 images/s" in resolve(lora_path=lora).reason
@@ -75,7 +75,7 @@ def test_a_run_takes_the_profile_of_its_folder_that_was_measured_with_its_lora(r
     (note,) = resolve(trained_lora_rank=16).notes
     assert "the profile none.json is stale and not used (lora_rank: measured with 0, now 16)" in note
     (lora / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"r in .*adapter_config\.json=null must be an integer"):
+    with pytest.raises(ConfigError, match=r"lora_path: .* has r=None in its config; r must be an integer"):
         resolve(lora_path=lora)
 
 

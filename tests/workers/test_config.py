@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from verl_omni.algorithms import flow_sde
@@ -163,10 +165,15 @@ def test_model_config(tmp_path: Path):
     assert DiffusionModelConfig(path="a/b", architecture="Mine").resolve_architecture() == "Mine"
 
 
-def write_lora(folder: Path, config: str = "{}", name: str = "base_model.model.a.lora_A.weight") -> None:
+def write_lora(
+    folder: Path,
+    config: str = '{"r": 2, "lora_alpha": 4}',
+    name: str = "base_model.model.a.lora_A.weight",
+    dtype: str = "float32",
+) -> None:
     folder.mkdir()
     (folder / LORA_CONFIG).write_text(config)
-    save_file({name: numpy.ones((2, 4), dtype="float32")} if name else {}, folder / LORA_WEIGHTS)
+    save_file({name: numpy.ones((2, 4), dtype=dtype)} if name else {}, folder / LORA_WEIGHTS)
 
 
 def test_the_files_of_a_lora_are_checked(tmp_path: Path):
@@ -188,6 +195,9 @@ def test_the_files_of_a_lora_are_checked(tmp_path: Path):
         ({"config": '{"rank_pattern": {"to_q": 8}}'}, "uses rank_pattern, which the engine ignores"),
         ({"name": "a.lora_magnitude_vector"}, "holds a.lora_magnitude_vector, which is no LoRA weight"),
         ({"name": ""}, "holds no weights"),
+        ({"config": '{"r": 3, "lora_alpha": 4}'}, "a.lora_A.weight has shape [2, 4], which is not [r, in] with r=3"),
+        ({"config": '{"r": 2, "lora_alpha": NaN}'}, "has lora_alpha=nan in its config"),
+        ({"dtype": "int64"}, "a.lora_A.weight is of dtype I64"),
     ]
     for index, (lora, message) in enumerate(cases):
         write_lora(tmp_path / str(index), **lora)
@@ -237,6 +247,23 @@ async def test_a_lora_scale_is_refused_where_the_engine_refuses_it(scale: float)
         assert DiffusionModelConfig(path="a/b", lora_scale=scale).lora_scale == scale
         with pytest.raises(ValueError, match="/no/such/adapter"):
             await engine.load_lora("/no/such/adapter", scale=scale)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(1.0), "1", None, [1], True, math.nan, math.inf, 10**400])
+async def test_what_is_no_finite_number_is_no_lora_scale(scale):
+    engine = RolloutEngine(None, {})
+    with pytest.raises(ValueError, match=r"scale must be a finite number .*; call remove_lora\(\)"):
+        await engine.load_lora("/no/such/adapter", scale=scale)
+    assert engine.policy_version == 0
+
+
+@pytest.mark.parametrize("version", ["5", math.nan, 5.0, True])
+async def test_a_policy_version_is_an_integer(version):
+    engine = RolloutEngine(None, {})
+    for change in (engine.load_lora("/no/such/adapter", version=version), engine.update_weights({}, version=version)):
+        with pytest.raises(ValueError, match="version must be an integer, or None for one more than the old, got "):
+            await change
+    assert engine.policy_version == 0
 
 
 def test_the_choices_are_those_of_the_adapters():

@@ -95,6 +95,7 @@ def test_a_burst_of_two_sizes_batches_each(engine, run, ask):
         ({"seed": "seven"}, "seed"),
         ({"prompt": None, "prompt_token_ids": None}, "prompt"),
         ({"guidance_scale": "high"}, "guidance_scale must be a finite number"),
+        ({"height": torch.tensor([64, 64])}, "height must be a number"),
     ],
 )
 def test_a_bad_request_fails_alone(engine, run, ask, knobs, message):

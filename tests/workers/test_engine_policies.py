@@ -194,6 +194,10 @@ def test_a_lora_that_does_not_fit_leaves_the_old_one_serving(engine, run, ask, l
                 await engine.load_lora(folder)
         with pytest.raises(ValueError, match="remove_lora"):
             await engine.load_lora(loras[1], scale=0.0)
+        with pytest.raises(ValueError, match="scale must be a finite number"):
+            await engine.load_lora(loras[1], scale=torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"which is not .* with r=2 of its config"):
+            await engine.load_lora(LoraAdapter(config={"r": 2, "lora_alpha": 1}, tensors=STRANGE))
         still = await engine.generate(ask("still"))
         await engine.remove_lora()
         return old, still, version

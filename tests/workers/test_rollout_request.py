@@ -3,10 +3,13 @@
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
+from verl_omni.pipelines.params import RequestError, RolloutParams
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
 from verl_omni.workers.rollout.staging import engine_name, staged_lora, staged_weights
 
@@ -32,6 +35,35 @@ def test_every_knob_goes_to_its_place():
     assert prompt == {"prompt": "a cat", "negative_prompt_token_ids_2": [1, 2], "prompt_mask": [1, 0]}
     assert sampling.pop("extra_args") == {"noise_level": 0.0, "sde_window_range": (0, 3), "logprobs": False}
     assert sampling == {"height": 64, "true_cfg_scale": 0.0, "num_outputs_per_prompt": 1}
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(3), np.int64(3), np.array([3]), torch.ones(1, requires_grad=True)[0] * 3]
+)
+def test_numbers_of_torch_and_numpy_become_plain_ones(value):
+    _, sampling = RolloutRequest(request_id="r", seed=value).to_engine()
+    assert sampling["seed"] == 3 and type(sampling["seed"]) in (int, float)
+
+
+@pytest.mark.parametrize("value", [torch.tensor([64, 64]), np.array([64, 64]), object(), {64}, [object()]])
+@pytest.mark.parametrize("knob", ["height", "noise_level", "sde_window_range"])
+def test_a_knob_that_is_no_plain_value_is_refused_before_the_engine_copies_it(knob, value):
+    with pytest.raises(RequestError, match=f"{knob} must be a number, text, or a list of them, got a "):
+        RolloutRequest(request_id="r", **{knob: value}).to_engine()
+
+
+@pytest.mark.parametrize("value", [{0, 1}, {0: 1, 1: 2}, b"01", "01"])
+def test_a_window_range_that_has_no_order_or_no_integers_is_refused_by_the_adapter_too(value):
+    sampling = OmniDiffusionSamplingParams(seed=1, extra_args={"sde_window_size": 1, "sde_window_range": value})
+    model = dict(default_size=64, default_steps=4, default_cfg_scale=1.0, text_limit=64, default_text_length=64)
+    with pytest.raises(RequestError, match="sde_window_range must be two integers"):
+        RolloutParams.read(sampling, cfg_key="true_cfg_scale", **model)
+
+
+@pytest.mark.parametrize("request_id", [None, 5, ["x"], b"b"])
+def test_an_id_that_is_no_text_is_refused(request_id):
+    with pytest.raises(ValueError, match="request_id must be text, got "):
+        RolloutRequest(request_id=request_id)
 
 
 def test_an_error_survives_its_way_from_another_process():

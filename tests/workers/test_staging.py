@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import math
 import weakref
 from pathlib import Path
 
@@ -71,6 +72,45 @@ def test_a_lora_in_memory_is_checked_as_its_folder_is():
     for config, names, message in (({"rank_pattern": {"a": 2}}, tensors, "rank_pattern"), ({}, {}, "no weights")):
         with pytest.raises(ValueError, match=message), staged_lora(LoraAdapter(config=config, tensors=names), {}):
             pass
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "message"),
+    [
+        ({"r": 3}, {}, r"a\.lora_A\.weight has shape \[4, 6\], which is not \[r, in\] with r=3 of its config"),
+        ({}, {"B": torch.ones(8, 3)}, r"a\.lora_B\.weight has shape \[8, 3\], which is not \[out, r\] with r=4"),
+        ({}, {"A": torch.ones(4)}, r"a\.lora_A\.weight has shape \[4\]"),
+        *(({"r": value}, {}, "r must be an integer of at least 1") for value in (None, 0, True, "4", 4.0)),
+        *(
+            ({"lora_alpha": value}, {}, "lora_alpha must be a finite number above 0")
+            for value in (None, 0, -1, math.nan, math.inf, 10**400, "4")
+        ),
+        ({}, {"A": torch.ones(4, 6, dtype=torch.int64)}, r"a\.lora_A\.weight is of dtype int64; .* float dtype"),
+        *(
+            ({}, {"B": torch.full((8, 4), value)}, r"a\.lora_B\.weight holds NaN or infinity")
+            for value in (math.nan, math.inf)
+        ),
+    ],
+)
+def test_a_lora_that_contradicts_its_config_or_is_not_finite_is_refused(config, changed, message):
+    halves = {"A": torch.ones(4, 6), "B": torch.ones(8, 4)} | changed
+    lora = LoraAdapter(
+        config={"r": 4, "lora_alpha": 8} | config,
+        tensors={f"a.lora_{half}.weight": tensor for half, tensor in halves.items()},
+    )
+    with pytest.raises(ValueError, match=message), staged_lora(lora, {}):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_lora_may_be_of_any_float_dtype_and_alpha_a_fraction(dtype, tmp_path):
+    tensors = {"a.lora_A.weight": torch.ones(4, 6, dtype=dtype), "a.lora_B.weight": torch.ones(8, 4, dtype=dtype)}
+    config = {"r": 4, "lora_alpha": 0.5}
+    save_file(tensors, tmp_path / LORA_WEIGHTS)
+    (tmp_path / LORA_CONFIG).write_text(json.dumps(config))
+    for source in (tmp_path, LoraAdapter(config=config, tensors=tensors)):
+        with staged_lora(source, {}) as path:
+            assert load_file(path / LORA_WEIGHTS).keys() == tensors.keys()
 
 
 def test_a_file_of_weights_is_staged_as_it_is_and_stays(tmp_path):

@@ -131,9 +131,11 @@ class _RolloutScheduling:
     def _build_sampling_params_key(self, request: OmniDiffusionRequest) -> RolloutBatchKey:
         sampling = request.sampling_params
         lora = sampling.lora_request
+        # What is no number is refused later, by the adapter; here it must not be compared.
+        height, width = (edge if isinstance(edge, int) else None for edge in (sampling.height, sampling.width))
         return RolloutBatchKey(
-            height=sampling.height,
-            width=sampling.width,
+            height=height,
+            width=width,
             lora_int_id=None if lora is None else lora.lora_int_id,
             lora_scale=1.0 if lora is None else sampling.lora_scale,
         )

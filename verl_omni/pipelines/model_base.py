@@ -30,7 +30,15 @@ from verl_omni.pipelines.forwards import RowForwards
 from verl_omni.pipelines.hooks import Ids, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
 from verl_omni.pipelines.memory import decode_limit, give_back, is_out_of_memory
-from verl_omni.pipelines.params import ENCODERS, RequestError, RolloutParams, as_prompt, prompt_ids, prompt_text
+from verl_omni.pipelines.params import (
+    ENCODERS,
+    RequestError,
+    RolloutParams,
+    as_prompt,
+    check_token_ids,
+    prompt_ids,
+    prompt_text,
+)
 from verl_omni.pipelines.prompt_cache import PromptCache, PromptEmbeds
 from verl_omni.pipelines.registry import AdapterRegistry
 from verl_omni.pipelines.rows import Rollout, rollout_of
@@ -152,8 +160,8 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         assert rollout.media is not None and rollout.finite is not None
         if not bool(rollout.finite.all()):
             raise FloatingPointError(
-                "the latents became NaN or infinite while denoising, or the pixels in the VAE; lower noise_level, or "
-                "check weights and dtype"
+                "the latents became NaN or infinite while denoising, or the pixels in the VAE; lower noise_level "
+                f"or {self.cfg_key}, or check weights and dtype"
             )
         with _told(state), self.clock.stage("transfer"):
             return finished_output(rollout, self._host_copies)
@@ -243,6 +251,8 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         given = [prompt_ids(prompt, negative=negative, encoder=suffix) for suffix in ENCODERS[: self.num_encoders]]
         if all(row is not None for row in given):
             ids = tuple(row for row in given if row is not None)
+            for suffix, row in zip(ENCODERS, ids, strict=False):
+                check_token_ids(f"{side}_token_ids{suffix}", row, getattr(self, f"text_encoder{suffix}", None))
         elif any(row is not None for row in given):
             raise RequestError(
                 f"{side}_token_ids must be given for all {self.num_encoders} text encoders, or text instead"
@@ -253,7 +263,10 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
             ids = self._tokenize(text)
         limit = params.max_sequence_length
         with self.clock.stage("encode"):
-            embeds, computed = self._prompts.get((ids, limit), lambda: self._encode_once_more(ids, limit))
+            try:
+                embeds, computed = self._prompts.get((ids, limit), lambda: self._encode_once_more(ids, limit))
+            except RequestError as error:
+                raise (RequestError(f"negative_prompt: {error}") if negative else error) from None
         self.stats.encodes_requested += 1
         self.stats.encodes_computed += computed
         return embeds

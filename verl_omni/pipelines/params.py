@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 from verl_omni.algorithms.flow_sde import SDE_TYPES
 
@@ -26,6 +30,21 @@ ENCODERS = ("", "_2", "_3")
 
 class RequestError(ValueError):
     """A request asks for what cannot be served; the message says what to write instead."""
+
+
+def plain(name: str, value: Any) -> Any:
+    """`value` of the knob `name` in Python's own types: a number of torch or numpy becomes one of Python.
+
+    Raises :class:`RequestError` for what the engine could not copy and compare before the adapter checks it.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [plain(name, item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and math.prod(value.shape) == 1:
+        return value.item()
+    raise RequestError(f"{name} must be a number, text, or a list of them, got a {type(value).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +122,19 @@ class RolloutParams:
         )
 
 
+def check_token_ids(name: str, ids: Sequence[int], encoder: Any) -> None:
+    """Raises :class:`RequestError` for `ids` that a text `encoder` of transformers does not know.
+
+    On a GPU its lookup of one would leave the device unusable for all requests.
+    """
+    embeddings = encoder.get_input_embeddings() if hasattr(encoder, "get_input_embeddings") else None
+    known: int | None = getattr(embeddings, "num_embeddings", None)
+    if known is not None and (unknown := [token for token in ids if not 0 <= token < known]):
+        raise RequestError(
+            f"{name} holds {unknown[0]}, but the text encoder knows 0 to {known - 1}; use the model's own tokenizer"
+        )
+
+
 def prompt_ids(prompt: Mapping[str, Any], *, negative: bool, encoder: str = "") -> tuple[int, ...] | None:
     """Token ids of one encoder as the request gives them, mask applied; None when it gives none.
 
@@ -128,11 +160,13 @@ def prompt_ids(prompt: Mapping[str, Any], *, negative: bool, encoder: str = "") 
 
 
 def prompt_text(prompt: Mapping[str, Any], *, negative: bool) -> str | None:
-    """The request's text; None when it gives none. Raises :class:`RequestError` if it is not a string."""
+    """The request's text; None when it gives none. Raises :class:`RequestError` if it is no string of Unicode text."""
     key = "negative_prompt" if negative else "prompt"
     text = prompt.get(key)
     if text is not None and not isinstance(text, str):
         raise RequestError(f"{key} must be a string, got {type(text).__name__}; token ids go into {key}_token_ids")
+    if text is not None and (half := re.search("[\ud800-\udfff]", text)):
+        raise RequestError(f"{key} is no valid text: it holds {half[0]!r}, half of a character; remove it")
     return text
 
 
@@ -176,11 +210,16 @@ def check_number(name: str, value: Any, default: float, *, low: float = -math.in
     """`value`, or `default` for None. Raises :class:`RequestError` if it is no finite number of at least `low`."""
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < low:
-        raise RequestError(
-            f"{name} must be a finite number{'' if low == -math.inf else f' of at least {low:g}'}, got {value!r}"
-        )
-    return float(value)
+    must = f"{name} must be a finite number{'' if low == -math.inf else f' of at least {low:g}'}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{must}, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise RequestError(f"{must}, got an integer that no float holds") from None
+    if not math.isfinite(number) or number < low:
+        raise RequestError(f"{must}, got {value!r}")
+    return number
 
 
 def _one_of(name: str, value: Any, default: str, choices: tuple[str, ...]) -> str:
@@ -204,7 +243,7 @@ def _optional_size(value: Any) -> int | None:
 def _range(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
-    if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
+    if isinstance(value, (str, bytes, Mapping, Set)) or not hasattr(value, "__len__") or len(value) != 2:
         raise RequestError(f"sde_window_range must be two integers [lo, hi], got {value!r}")
     lo, hi = (_integer("sde_window_range", bound, None, low=0) for bound in value)
     return lo, hi

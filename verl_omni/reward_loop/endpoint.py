@@ -1,6 +1,7 @@
 """POSTs JSON and reads JSON, with a limit on everything: time, attempts, requests at a time, bytes of a reply.
 
 However many requests fail while a service is down, the log tells that in two lines: when it goes, and when it is back.
+With ``retries: 0`` nothing is tried again, and the errors alone tell it.
 Redirects are not followed, as they would take the image and the key elsewhere.
 """
 

@@ -4,8 +4,8 @@
 
 All keys, with defaults and what they mean, are in ``config/generation.yaml`` beside this file; ``--cfg job`` shows
 those of a run. Exit status: 0 if all requests succeeded, 1 if some failed (the rest is written all the same), 2 for a
-configuration that can't be. That is found before any model is loaded, but for one thing: whether a LoRA fits the model,
-and can be merged into it, the running engine tells.
+configuration that can't be. That is found before any model is loaded, but for two things: whether a LoRA fits the
+model, and can be merged into it, the running engine tells; whether all files can be written, the end of the run.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig, DiffusionRolloutConfig
-from verl_omni.workers.config.base import integer
-from verl_omni.workers.config.lora import LORA_CONFIG, read_lora_config
+from verl_omni.workers.config.lora import read_lora_config
 from verl_omni.workers.config.rollout import check_engine_keys
 from verl_omni.workers.rollout.engine_keys import check_engine_values, engine_keys
 from verl_omni.workers.rollout.external_lib import import_external_lib
@@ -104,8 +103,7 @@ def _lora_rank(model: DiffusionModelConfig) -> int:
     """Of ``model.lora_path``; 0 without one."""
     if model.lora_path is None:
         return 0
-    rank = read_lora_config(Path(model.lora_path)).get("r")
-    return int(integer(f"{model.KEY}.lora_path: r in {model.lora_path}/{LORA_CONFIG}", rank, low=1))
+    return int(read_lora_config(Path(model.lora_path))["r"])
 
 
 def is_guided(request: RolloutRequest, adapter: type) -> bool:

@@ -61,8 +61,8 @@ class GenerationJob:
     async def run(self) -> bool:
         """Generate and write everything; whether all requests succeeded.
 
-        Raises :class:`ConfigError` if the LoRA does not fit the model or cannot be merged into it, and what the engine
-        raises at its start.
+        Raises :class:`ConfigError` if the LoRA does not fit the model or cannot be merged into it, or a file cannot be
+        written, and what the engine raises at its start.
         """
         with served_metrics(self.settings.actor_rollout_ref.rollout) as metrics:
             return await self._run(metrics)

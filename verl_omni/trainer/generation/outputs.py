@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.trainer.folders import check_writable, plain_name
 from verl_omni.trainer.generation.settings import GenerationConfig
 from verl_omni.trainer.sizes import SizeLabels
 from verl_omni.utils.secrets import scrubbed
+from verl_omni.utils.text import one_line
+from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 
@@ -82,51 +87,93 @@ class RunReport:
 def check_output_dir(config: GenerationConfig) -> None:
     """Raise :class:`ConfigError` unless all files can be written into `config.output_dir`, which need not exist yet."""
     folder = Path(config.output_dir).absolute()
-    key = f"generation.output_dir={config.output_dir!r}"
-    check_writable(folder, key=key, files=(GRID, TRAJECTORIES, REPORT), folders=(IMAGES,))
+    check_writable(folder, key=_key(config), files=(GRID, TRAJECTORIES, REPORT), folders=(IMAGES,))
 
 
 def write_outputs(config: GenerationConfig, results: Results, report: RunReport, *, columns: int) -> None:
     """Write all files into `config.output_dir`, in place of those of an earlier run; the grid, an ornament, comes last.
 
     `columns` is the width of the grid in images. Files that no run writes are left alone. Raises :class:`ConfigError`
-    for a request id that names no file.
+    for a request id that names no file, and where a file could not be written: then the others are, and what an earlier
+    run wrote in its place is left.
     """
     folder = Path(config.output_dir)
     for _, result in results:
         if isinstance(result, RolloutSample):
             for name in output_ids(result):
                 plain_name(f"{name}.png")
-    remove_outputs(folder)
+    writers: dict[str, Callable[[Path], None]] = {
+        REPORT: lambda path: _write_report(path, results, report),
+        IMAGES: lambda path: _write_images(path, results if config.save_images else ()),
+        TRAJECTORIES: lambda path: _write_trajectories(path, results) if config.save_trajectories else None,
+        GRID: lambda path: _write_grid(path, results, columns, config.grid_max_images) if config.grid else None,
+    }
+    failed: dict[str, str] = {}
+    for name, write in writers.items():
+        try:
+            _replace(folder, name, write)
+        except (OSError, SafetensorError) as error:
+            failed[name] = getattr(error, "strerror", None) or one_line(str(error))
+    if failed:
+        told = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
+        raise ConfigError(
+            f"{_key(config)}: could not write {told}; make room there, or give another folder. An earlier run's files "
+            "of these names are left, all others are this run's"
+        )
+
+
+def _key(config: GenerationConfig) -> str:
+    return f"generation.output_dir={config.output_dir!r}"
+
+
+def _replace(folder: Path, name: str, write: Callable[[Path], None]) -> None:
+    """Put what `write` makes, a file, a folder or nothing, in place of an earlier run's `name`; it is whole by then."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)
-    (folder / REPORT).write_text(content + "\n", encoding="utf-8")
-    if config.save_trajectories:
-        from safetensors.torch import save_file
-
-        save_file(trajectory_tensors(results), folder / TRAJECTORIES)
-        (folder / TRAJECTORIES).chmod((folder / REPORT).stat().st_mode)  # the library keeps it to its owner
-    if config.save_images:
-        for name, image in _images(results):
-            (folder / IMAGES).mkdir(exist_ok=True)
-            image.save(folder / IMAGES / f"{name}.png")
-    if config.grid and (tiles := list(_tiles(results))[: config.grid_max_images]):
-        from verl_omni.trainer.generation.grid import draw_grid
-
-        draw_grid(tiles, columns).save(folder / GRID)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder, ignore_cleanup_errors=True) as partial:
+        write(Path(partial) / name)
+        made = [path.relative_to(partial) for path in Path(partial).rglob("*") if path.is_file()]
+        for path in made:
+            (folder / path).parent.mkdir(exist_ok=True)
+            (partial / path).replace(folder / path)
+    for path in _written(folder, name).difference(folder / path for path in made):
+        path.unlink(missing_ok=True)
+    if name == IMAGES and (folder / IMAGES).is_dir() and not any((folder / IMAGES).iterdir()):
+        (folder / IMAGES).rmdir()
 
 
-def remove_outputs(folder: Path) -> None:
-    """Remove what an earlier run wrote into `folder`, and nothing else."""
-    for name in (REPORT, GRID, TRAJECTORIES):
-        (folder / name).unlink(missing_ok=True)
+def _written(folder: Path, name: str) -> set[Path]:
+    """The files that runs wrote into `folder` under `name`, and none else."""
+    if name != IMAGES:
+        return {folder / name}
     images = folder / IMAGES
-    if images.is_dir():
-        for file in images.iterdir():
-            if _IMAGE_NAME.fullmatch(file.name):
-                file.unlink()
-        if not any(images.iterdir()):
-            images.rmdir()
+    return {file for file in images.iterdir() if _IMAGE_NAME.fullmatch(file.name)} if images.is_dir() else set()
+
+
+def _write_report(path: Path, results: Results, report: RunReport) -> None:
+    content = json.dumps(report.as_dict(results), indent=1, ensure_ascii=False, default=str)
+    path.write_text(content + "\n", encoding="utf-8")
+
+
+def _write_images(folder: Path, results: Results) -> None:
+    for name, image in _images(results):
+        folder.mkdir(exist_ok=True)
+        image.save(folder / f"{name}.png")
+
+
+def _write_trajectories(path: Path, results: Results) -> None:
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(trajectory_tensors(results), path)
+    path.chmod(mode)  # the library keeps it to its owner
+
+
+def _write_grid(path: Path, results: Results, columns: int, most: int) -> None:
+    from verl_omni.trainer.generation.grid import draw_grid
+
+    if tiles := list(_tiles(results))[:most]:
+        draw_grid(tiles, columns).save(path)
 
 
 def output_ids(sample: RolloutSample) -> list[str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.workers.config import ConfigError
-from verl_omni.workers.config.lora import is_lora_scale
+from verl_omni.workers.config.lora import MIN_LORA_SCALE, is_lora_scale
 from verl_omni.workers.rollout.flights import Burst, Flights
 from verl_omni.workers.rollout.launch import engine_arguments, launch, masks_text
 from verl_omni.workers.rollout.policy_gate import PolicyGate
@@ -134,11 +134,16 @@ class RolloutEngine:
         """Make a PEFT adapter, a folder or one in memory, part of the policy, in place of the one before.
 
         `version`: what the new policy is called; None: one more than the old. Raises ValueError if it is no usable
-        adapter, :class:`RolloutError` if the engine refuses it; the old policy serves on then. To go back to the base
-        policy call :meth:`remove_lora`; a scale of 0 is an error.
+        adapter, scale or version, :class:`RolloutError` if the engine refuses it; the old policy serves on then. To go
+        back to the base policy call :meth:`remove_lora`; a scale of 0 is an error.
         """
+        _check_version(version)
         if not is_lora_scale(scale):
-            raise ValueError(f"scale={scale}: use a finite number away from 0, or remove_lora() for the base policy")
+            raise ValueError(
+                f"scale must be a finite number {MIN_LORA_SCALE:g} or more away from 0, got {scale!r:.40}; "
+                "call remove_lora() for the base policy"
+            )
+        scale = float(scale)
         from vllm.lora.request import LoRARequest
 
         async def change() -> None:
@@ -169,6 +174,7 @@ class RolloutEngine:
         `version` as in :meth:`load_lora`. Raises :class:`RolloutError` naming the first unknown, missing or misshapen
         weight; the old policy serves on then.
         """
+        _check_version(version)
         async with in_thread(staged_weights(named_tensors)) as path:
             return int(await self._change(lambda: self.call_worker("load_weights_file", str(path)), version))
 
@@ -257,6 +263,8 @@ class RolloutEngine:
         async with self._gate.trajectory() as version:
             self._check_open(request.request_id)
             self._check_awake(request.request_id)
+            if not await self.alive():
+                raise RolloutError(request.request_id, "the engine died, start another")
             try:
                 return RolloutSample.read(request, await self._run(request, burst), version)
             except RolloutError:
@@ -309,6 +317,11 @@ class RolloutEngine:
     def _check_awake(self, request_id: str | None = None) -> None:
         if self._asleep:
             raise RolloutError(request_id, "the engine is asleep; call wake_up() first")
+
+
+def _check_version(version: Any) -> None:
+    if version is not None and (not isinstance(version, int) or isinstance(version, bool)):
+        raise ValueError(f"version must be an integer, or None for one more than the old, got {version!r:.40}")
 
 
 def _check_acknowledged(call: str, acknowledgements: Iterable[Any]) -> None:

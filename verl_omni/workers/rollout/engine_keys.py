@@ -15,33 +15,58 @@ from typing import Any
 
 from verl_omni.utils.text import one_line
 from verl_omni.workers.config import ConfigError, DiffusionRolloutConfig
-from verl_omni.workers.config.base import integer
+from verl_omni.workers.config.base import choice, flag, integer
 
 _LAUNCHER = ("engine/async_omni_engine.py", "_create_default_diffusion_stage_cfg")
 _CONFIG = ("diffusion/data.py", "OmniDiffusionConfig")
+_PARALLEL = ("diffusion/data.py", "DiffusionParallelConfig")
 _TIMEOUTS = {"stage_init_timeout", "init_timeout"}
 """Seconds, integers."""
-_START_KEYS = {*_TIMEOUTS, "log_stats"}
+_POSITIVE = {*_TIMEOUTS, "num_weight_load_threads"}
+"""Integers that the engine takes unread, and fails on later."""
+_START_FLAG, _EXECUTOR = "log_stats", "distributed_executor_backend"
+_START_KEYS = {*_TIMEOUTS, _START_FLAG}
 """What the launcher takes beside the options of a stage."""
+_DEFAULT = "the engine's default"
 _PREFIX = f"{DiffusionRolloutConfig.KEY}.engine_kwargs.vllm_omni"
 
 
 @functools.cache
 def engine_keys() -> frozenset[str]:
     """Names of all options that reach the engine. Raises :class:`ConfigError` when no engine is installed."""
-    spec = importlib.util.find_spec("vllm_omni")
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("vllm-omni is not installed; rollouts need it (extra 'gpu', or requirements/ for CPU)")
-    root = Path(spec.submodule_search_locations[0])
+    root = _root()
     launcher = _definition(root, *_LAUNCHER)
     if launcher is not None:
         return frozenset(_options_read(launcher)) | _START_KEYS
-    config = _definition(root, *_CONFIG)  # another version of the engine: the best that is left
-    body = config.body if isinstance(config, ast.ClassDef) else []
-    return (
-        frozenset(f.target.id for f in body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name))
-        | _START_KEYS
-    )
+    # another version of the engine: the best that is left
+    return frozenset(name for name, _ in _fields(root, *_CONFIG)) | _START_KEYS
+
+
+@functools.cache
+def engine_flags() -> frozenset[str]:
+    """Names of the options that are true or false: by the engine's configs, or by the default that its launcher has."""
+    root = _root()
+    fields = [*_fields(root, *_CONFIG), *_fields(root, *_PARALLEL)]
+    launcher = _definition(root, *_LAUNCHER)
+    defaults = () if launcher is None else _options_with_a_bool(launcher)
+    return frozenset((*(name for name, kind in fields if kind == "bool"), *defaults, _START_FLAG))
+
+
+def typed_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options`, none of them null, with the types that the engine takes unread: it goes by the truth of any value.
+
+    Flags may come as "true" and "false", integers as strings. Raises :class:`ConfigError` for what is neither.
+    """
+    typed = dict(options)
+    for key, value in options.items():
+        name = f"{_PREFIX}.{key}"
+        if key in engine_flags():
+            typed[key] = flag(name, value, null=_DEFAULT)
+        elif key in _POSITIVE:
+            typed[key] = integer(name, value, low=1, null=_DEFAULT)
+        elif key == _EXECUTOR and "." not in str(value):  # with a dot: import path of an executor's class
+            typed[key] = choice(name, value, ("uni", "mp"), null=_DEFAULT)
+    return typed
 
 
 def check_engine_values(options: Mapping[str, Any]) -> None:
@@ -49,8 +74,7 @@ def check_engine_values(options: Mapping[str, Any]) -> None:
 
     Raises :class:`ConfigError` with what the engine says, and of which option if it says the same of that one alone.
     """
-    for key in _TIMEOUTS & options.keys():
-        integer(f"{_PREFIX}.{key}", options[key], low=1, null="the engine's default")
+    options = typed_options(options)
     error = _refusal(options)
     if error is None:
         return
@@ -59,18 +83,21 @@ def check_engine_values(options: Mapping[str, Any]) -> None:
     refused = next((one for one in alone if (why := _refusal(one)) is not None and _said(why) == said), dict(options))
     other = "another value" if len(refused) == 1 else "other values"
     raise ConfigError(
-        f"{_PREFIX}: the engine rejects {refused}: {said}; write {other}, or null for the engine's default"
+        f"{_PREFIX}: the engine rejects {refused}: {said}; write {other}, or null for {_DEFAULT}"
     ) from error
 
 
 def _refusal(options: Mapping[str, Any]) -> Exception | None:
     """What the engine raises for these options."""
     from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
     from vllm_omni.engine.async_omni_engine import AsyncOmniEngine
 
     launcher = getattr(AsyncOmniEngine, _LAUNCHER[1], None)
     try:
-        OmniDiffusionConfig.from_kwargs(**options)
+        config = OmniDiffusionConfig.from_kwargs(**options)
+        if options.get(_EXECUTOR) is not None:
+            DiffusionExecutor.get_class(config)
         if launcher is not None:  # it reads the sizes of parallel groups, which the config class does not
             OmniDiffusionConfig.from_kwargs(**launcher(dict(options))[0]["engine_args"])
     except Exception as error:  # of any kind: it trusts most types
@@ -80,6 +107,22 @@ def _refusal(options: Mapping[str, Any]) -> Exception | None:
 
 def _said(error: Exception) -> str:
     return one_line(error) or repr(error)
+
+
+def _root() -> Path:
+    """Where the engine's source lies."""
+    spec = importlib.util.find_spec("vllm_omni")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("vllm-omni is not installed; rollouts need it (extra 'gpu', or requirements/ for CPU)")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _fields(root: Path, file: str, name: str) -> Iterator[tuple[str, str]]:
+    """Name and annotation of each field of a class."""
+    found = _definition(root, file, name)
+    for item in found.body if isinstance(found, ast.ClassDef) else ():
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            yield item.target.id, ast.unparse(item.annotation)
 
 
 def _definition(root: Path, file: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
@@ -99,4 +142,14 @@ def _options_read(function: ast.AST) -> Iterator[str]:
                 )
                 | ast.Subscript(value=ast.Name(id=source), slice=ast.Constant(value=str(key)))
             ) if source in ("kwargs", "normalized_kwargs"):
+                yield key
+
+
+def _options_with_a_bool(function: ast.AST) -> Iterator[str]:
+    """Every ``"x"`` of ``kwargs.get("x", False)`` and ``kwargs.get("x", True)`` in the body."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key)), ast.Constant(value=True | False)]
+            ):
                 yield key

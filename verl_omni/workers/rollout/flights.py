@@ -53,9 +53,10 @@ class Flights:
         burst = (uuid.uuid4().hex, len(fresh))
         # The engine's queue is first come, first served, and a batch ends where the image size changes. Nothing has
         # checked the sizes yet, so they may not even be hashable.
-        by_size: dict[str, list[RolloutRequest]] = {}
+        by_size: dict[tuple[int | None, ...], list[RolloutRequest]] = {}
         for request in requests:
-            by_size.setdefault(repr((request.height, request.width)), []).append(request)
+            size = tuple(edge if isinstance(edge, int) else None for edge in (request.height, request.width))
+            by_size.setdefault(size, []).append(request)
         ordered = [request for group in by_size.values() for request in group]
         tasks = [asyncio.create_task(self._settle(request, burst)) for request in ordered]
         try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.utils.environment import restored_environment
 from verl_omni.utils.imports import without_collecting
 from verl_omni.workers.config.rollout import DiffusionRolloutConfig, check_engine_keys
-from verl_omni.workers.rollout.engine_keys import engine_keys
+from verl_omni.workers.rollout.engine_keys import engine_keys, typed_options
 from verl_omni.workers.rollout.profile_key import DEFAULT_ATTENTION, attention_backend
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def engine_arguments(
     """Keyword arguments of the engine. None in `engine_kwargs` is the engine's default; `masks_text`: whether the
     adapter's transformer takes a mask over padded text.
 
-    Raises ValueError where `engine_kwargs` contradict the plan, or hold a key that the engine does not know.
+    Raises ValueError where `engine_kwargs` contradict the plan, or hold a key that the engine does not know or a value
+    that it would misread.
     """
     import torch
 
@@ -96,7 +97,7 @@ def engine_arguments(
         "worker_extension_cls": WORKER_EXTENSION,
         "custom_pipeline_args": {"pipeline_class": adapter, "rows_per_forward": plan.rows_per_forward},
     }
-    given = {key: value for key, value in engine_kwargs.items() if value is not None}
+    given = typed_options({key: value for key, value in engine_kwargs.items() if value is not None})
     for key, value in {**ours, "rows_per_forward": plan.rows_per_forward}.items():
         if given.pop(key, value) != value:
             raise ValueError(

@@ -21,7 +21,8 @@ _PROMPT, _SAMPLING, _EXTRA = ({"to": where} for where in ("prompt", "sampling", 
 class RolloutRequest:
     """One prompt and its sampling knobs. None means the adapter's default.
 
-    Values are not checked here: the adapter checks them, so that a bad one ends its own request and no other.
+    Values are not checked here: the adapter checks them, so that a bad one ends its own request and no other. Raises
+    ValueError for an id that is no text, as without it the request could not be told of.
     """
 
     request_id: str
@@ -83,19 +84,24 @@ class RolloutRequest:
     logprobs: bool = field(default=True, metadata=_EXTRA)
     """Record the trajectory and its log-probs."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str):
+            raise ValueError(f"request_id must be text, got {self.request_id!r}")
+
     def to_engine(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The engine's prompt and keyword arguments of its sampling parameters; what is None is left out.
 
-        Raises RequestError for a guidance scale that is no number: the engine compares it before the adapter sees it.
+        Raises RequestError for knobs that are no plain values, and for a guidance scale that is no number: the engine
+        copies the ones and compares the other before the adapter sees them.
         """
-        from verl_omni.pipelines.params import check_number
+        from verl_omni.pipelines.params import check_number, plain
 
-        check_number("guidance_scale", self.guidance_scale, 1.0)
         groups: dict[str, dict[str, Any]] = {"prompt": {}, "sampling": {}, "extra_args": {}}
         for knob in fields(self):
-            value = getattr(self, knob.name)
-            if value is not None and "to" in knob.metadata:
-                groups[knob.metadata["to"]][knob.name] = value
+            value, group = getattr(self, knob.name), knob.metadata.get("to")
+            if value is not None and group is not None:
+                groups[group][knob.name] = value if group == "prompt" else plain(knob.name, value)
+        check_number("guidance_scale", groups["sampling"].get("guidance_scale"), 1.0)
         return groups["prompt"], {**groups["sampling"], "extra_args": groups["extra_args"]}
 
 

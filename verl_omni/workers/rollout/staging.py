@@ -93,10 +93,11 @@ def remove_staged(file: Path) -> None:
 def staged_lora(source: str | Path | LoraAdapter, key_map: Mapping[str, str]) -> Iterator[Path]:
     """A PEFT adapter, in a folder or in memory, as a folder with its modules under the engine's names.
 
-    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `source` holds no adapter, or
-    one with options that the engine would ignore.
+    `key_map`: trailing part of a PEFT module name → of the engine's. Raises ValueError if `source` holds no adapter,
+    one that :func:`check_lora_adapter` refuses, or one with a weight that is not finite.
     """
     from safetensors.torch import load_file, save_file
+    from torch import float64
 
     if isinstance(source, LoraAdapter):
         check_lora_adapter(source.config, source.tensors, "the LoRA adapter")
@@ -105,6 +106,9 @@ def staged_lora(source: str | Path | LoraAdapter, key_map: Mapping[str, str]) ->
         given = {key: tensor.detach().to("cpu", copy=True).contiguous() for key, tensor in source.tensors.items()}
     else:
         config, given = read_lora_config(Path(source)), load_file(Path(source) / LORA_WEIGHTS)
+    for key, tensor in given.items():
+        if not tensor.sum(dtype=float64).isfinite():
+            raise ValueError(f"the LoRA adapter's {key} holds NaN or infinity; load one that has not diverged")
     tensors = {engine_name(key, key_map): tensor for key, tensor in given.items()}
     # The engine wraps what the config names; by the tensors it can't miss one, whatever pattern the trainer wrote.
     config["target_modules"] = sorted({key.split(".lora_")[0].rpartition(".")[2] for key in tensors})

@@ -253,9 +253,9 @@ def test_a_profile_holds_where_the_adapter_runs_guidance_as_measured(
     key = ProfileKey.of(DiffusionRolloutConfig(), model=tmp_path / "model", device=device_name(), cfg=True)
     points = [ProfilePoint(mode=mode, max_num_seqs=8, images_per_s=1.0) for mode in ("step_wise", "request_level")]
     RolloutProfile(key=key, points=tuple(points)).save(tmp_path / "profile.json")
-    reason = GenerationJob.prepare(compose([*minimal, *overrides])).plan.reason
-    assert ("auto: measured" in reason) == guided
-    assert ("not used (cfg: measured with True, now False)" in reason) != guided
+    plan = GenerationJob.prepare(compose([*minimal, *overrides])).plan
+    assert ("auto: measured" in plan.reason) == guided
+    assert any("not used (cfg: measured with True, now False)" in note for note in plan.notes) != guided
 
 
 def test_an_adapter_with_a_scale_of_its_own_can_be_planned(minimal, tmp_path, monkeypatch, caplog):

@@ -19,6 +19,8 @@ from verl_omni.trainer.rollout_setup import resolve_rollout
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.profile import ProfilePoint, RolloutProfile
 
+pytestmark = pytest.mark.process
+
 BENCH = commands(block(BATCHING, "bash", "sd35_lora.json"))[0]
 TRAIN = commands(block(BATCHING, "", "sd35_lora.json"))[0]
 SCRIPTS = {code_spans(name)[0]: shlex.split(code_spans(options)[0]) for name, options in table(BATCHING, "script").rows}

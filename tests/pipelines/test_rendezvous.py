@@ -31,6 +31,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.process
 def test_two_workers_meet_at_a_port_that_listens_at_loopback_alone():
     with own_rendezvous():  # holds the port until the first worker listens
         port = os.environ["MASTER_PORT"]

@@ -46,7 +46,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (None: those of the command line); returns the exit status."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # an engine start warns a lot, and there are many
-    log_to_stderr(logging.WARNING)
+    log_to_stderr(logging.NOTSET)
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse(argv, __doc__ or "")
     if args.attention is not None:

@@ -11,7 +11,10 @@ from verl_omni.utils.secrets import ScrubbingFormatter
 
 
 def log_to_stderr(ours: int = logging.INFO) -> None:
-    """What an entry point's process logs, on standard error, without secrets: ours from `ours` on, others' WARNING."""
+    """What an entry point's process logs, on standard error, without secrets.
+
+    Ours from the level `ours` on (``logging.NOTSET``: as others'), others' from WARNING.
+    """
     handler = logging.StreamHandler(own_stderr())
     handler.setFormatter(ScrubbingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

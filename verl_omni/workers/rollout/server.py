@@ -67,7 +67,7 @@ class RolloutServer:
     """Serves one engine; made with ``ray.remote(RolloutServer)``. Call :meth:`start` before anything else."""
 
     def __init__(self, settings: ServerSettings, *, replica: int) -> None:
-        log_to_stderr(logging.WARNING)
+        log_to_stderr(logging.NOTSET)
         self._settings = settings
         self._name = server_name(replica)
         self._started: RolloutEngine | None = None

@@ -50,8 +50,8 @@ rollout: $(TINY)/model_index.json  ## roll out the prompts in examples/prompts/d
 test: $(STAMP)  ## run all tests
 	$(PYTEST)
 
-test-fast: $(STAMP)  ## run the tests that start no engine and no other process that takes seconds
-	$(PYTEST) -m "not engine and not process"
+test-fast: $(STAMP)  ## run the tests that start no engine and take no seconds each
+	$(PYTEST) -m "not engine and not slow"
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/ruff check

@@ -149,6 +149,7 @@ def prepare(tmp_path: Path, tiny_qwen: Path, caplog: pytest.LogCaptureFixture, m
     return run
 
 
+@pytest.mark.slow
 def test_messages_of_a_run_that_does_not_start_read_as_the_page_shows_them(prepare, tmp_path):
     algorithm, lora = "actor_rollout_ref.model.algorithm", tmp_path / "lora"
     lora.mkdir()
@@ -178,6 +179,7 @@ def test_messages_of_a_run_that_does_not_start_read_as_the_page_shows_them(prepa
         assert matches(pattern, message), f"{pattern}\n{message}"
 
 
+@pytest.mark.slow
 def test_messages_of_a_run_that_starts_read_as_the_page_shows_them(prepare, tmp_path):
     (tmp_path / "profile.json").write_text(block(BATCHING, "json", "images_per_s"))
     attempts = [

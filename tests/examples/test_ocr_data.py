@@ -12,6 +12,8 @@ import pytest
 from verl_omni.reward_loop.text import normalised, quoted_text
 from verl_omni.trainer.prompts import read_prompts
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "flowgrpo_trainer"
 OCR, PROMPTS = EXAMPLES / "data_process" / "ocr.py", EXAMPLES / "data" / "ocr_prompts.txt"
 

@@ -19,7 +19,7 @@ from verl_omni.trainer.rollout_setup import resolve_rollout
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.profile import ProfilePoint, RolloutProfile
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 BENCH = commands(block(BATCHING, "bash", "sd35_lora.json"))[0]
 TRAIN = commands(block(BATCHING, "", "sd35_lora.json"))[0]

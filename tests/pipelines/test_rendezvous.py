@@ -31,7 +31,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_two_workers_meet_at_a_port_that_listens_at_loopback_alone():
     with own_rendezvous():  # holds the port until the first worker listens
         port = os.environ["MASTER_PORT"]

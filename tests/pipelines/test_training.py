@@ -371,7 +371,7 @@ def test_a_distilled_checkpoint_is_refused(tiny_qwen, tmp_path):
         DiffusionModelBase.get_class("QwenImagePipeline")(tmp_path / "distilled")
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_training_side_needs_no_engine(tiny_qwen, tiny_sd3):
     code = (
         "import sys, torch\n"

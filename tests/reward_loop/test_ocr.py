@@ -13,6 +13,8 @@ from verl_omni.reward_loop.ocr import OcrScorer, bgr_pixels
 from verl_omni.workers.config.reward import RewardConfig
 from verl_omni.workers.config.scorers import OcrConfig
 
+pytestmark = pytest.mark.slow
+
 OCR = {"ocr": {"type": "ocr"}}
 
 

@@ -33,7 +33,7 @@ def tiny(tiny_qwen: Path, tiny_sd3: Path) -> dict[str, Path]:
     return {"qwen_image": tiny_qwen, "sd3": tiny_sd3}
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_same_seed_gives_the_same_bytes_in_another_process(tiny: dict[str, Path], tmp_path: Path) -> None:
     code = "import sys; from verl_omni.testing.tiny_models import main; main(sys.argv[1:3]); main(sys.argv[3:5])"
     folders = {family: str(tmp_path / family) for family in FAMILIES}

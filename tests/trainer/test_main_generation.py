@@ -56,6 +56,7 @@ def minimal(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_both_override_forms_reach_every_documented_key():
     config = compose([])
     assert config is not None

@@ -197,7 +197,7 @@ def test_tensorboard_gets_numbers_and_images_and_forgets_what_a_resume_drops(tmp
     assert "TENSORBOARD_DIR" not in os.environ
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_wandb_works_offline_and_inside_the_folder_of_each_run(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)

@@ -80,7 +80,7 @@ def test_a_traceback_is_scrubbed_too():
     assert told.startswith("ERROR failed: bearer ***\nTraceback") and SECRET not in told
 
 
-@pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.parametrize("entry_point", ["main_diffusion", "main_generation"])
 def test_entry_points_log_through_it(entry_point):
     code = (

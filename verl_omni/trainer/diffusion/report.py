@@ -24,6 +24,7 @@ from verl_omni.trainer.diffusion.metrics import STAGES, STEP_STAGES
 from verl_omni.trainer.diffusion.metrics_file import METRICS, Row, read_metrics
 from verl_omni.trainer.diffusion.run_log import RUN
 from verl_omni.trainer.diffusion.validation_grid import FOLDER, find_grids
+from verl_omni.utils.text import flat
 
 REPORT = "report.html"
 MAX_POINTS = 400
@@ -189,7 +190,7 @@ def _tables(rows: Sequence[Row], about: Mapping[str, Any]) -> Iterator[str]:
         yield "</table>"
     if about.get("config"):
         yield "<h2>Configuration</h2><table>"
-        for key, value in _flat(about["config"]):
+        for key, value in flat(about["config"]):
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield f"<tr><td>{escape(key)}</td><td>{escape(text)}</td></tr>"
         yield "</table>"
@@ -217,15 +218,6 @@ def _series(rows: Sequence[Row], name: str, label: str, band: Points | None = No
 def _points(rows: Sequence[Row], name: str) -> Points:
     """The steps at which `name` was a finite number."""
     return {row["step"]: row[name] for row in rows if row.get(name) is not None}
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, as in overrides."""
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _value(value: float | None) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_omni.trainer.diffusion.checkpoint import CONFIG, Checkpoint
 from verl_omni.utils.secrets import masked
+from verl_omni.utils.text import flat
 from verl_omni.workers.config import ConfigError, DiffusionModelConfig
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def check_continues(checkpoint: Checkpoint, settings: TrainSettings) -> None:
         raise ConfigError(f"{error}; {elsewhere}") from error
     if made is None:
         return
-    before, now = dict(_leaves(made)), dict(_leaves(run_config(settings)))
+    before, now = dict(flat(made)), dict(flat(run_config(settings)))
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if fixed := [key for key in changed if key in FIXED]:
         key = fixed[0]
@@ -75,14 +75,6 @@ def _read(file: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ValueError(f"{file} must hold an object")
     return found
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _written(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl_omni.pipelines.engine_backend import RolloutDiffusionEngine
 from verl_omni.workers.rollout.engine import RolloutEngine
 from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
@@ -167,6 +169,19 @@ class Progress:
         before = self._path.stat().st_size
         while not task.done() and rows not in self._path.read_bytes()[before:]:
             await asyncio.sleep(0)
+
+
+def backend_of() -> RolloutDiffusionEngine:
+    """The control side of the live engine, which is in this process."""
+    (backend,) = (o for o in gc.get_objects() if type(o) is RolloutDiffusionEngine and not o._closed)
+    return backend
+
+
+def held_outputs() -> int:
+    """What the live engine knows of outputs of workers that are to come, or to be fetched: none under `uni`."""
+    executor = vars(backend_of().executor)
+    tables = ("_completed_outputs", "_output_futures", "_batch_split_map", "_promises", "_unwanted")
+    return sum(len(executor.get(table, ())) for table in tables)
 
 
 async def collect(engine: RolloutEngine, requests: Iterable[RolloutRequest]) -> dict[str, RolloutSample | RolloutError]:

@@ -1,7 +1,7 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
 Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
-subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in six things; any other pipeline is treated as
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in seven things; any other pipeline is treated as
 by the stock engine.
 
 * **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more. Our adapters read
@@ -14,25 +14,35 @@ by the stock engine.
 * **Validation.** Left to the adapter, so that a bad value reads the same in all modes. Only the seed is looked at here:
   in request mode the engine makes the generators of a whole batch before the adapter sees a request.
 * **Wait.** Goes with the rollout, as ``rl["queue_wait_s"]``; the engine's client drops the metrics that tell it.
+* **Outputs.** With worker processes none is lost and none stays behind; see :mod:`~verl_omni.pipelines.executor`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode
+from vllm_omni.diffusion.diffusion_engine import (
+    _ASYNC_OUTPUT_TIMEOUT_ENV,
+    DiffusionEngine,
+    DiffusionExecutionMode,
+    _async_output_timeout,
+)
+from vllm_omni.diffusion.executor.abstract import DiffusionExecutor
+from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput, _AdmissionWaitDecision
 from vllm_omni.outputs import OmniRequestOutput
 
 from verl_omni.pipelines.diffusion_rollout_output import is_rollout_output, wrap_rollout_postprocessor
+from verl_omni.pipelines.executor import RolloutMultiprocExecutor
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.queue_order import QueueOrder
 
@@ -185,7 +195,7 @@ class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
 
 
 class RolloutDiffusionEngine(DiffusionEngine):
-    """The stock engine with the schedulers and hooks of this module."""
+    """The stock engine with the schedulers, hooks and executor of its module."""
 
     if TYPE_CHECKING:
         pre_process_func: Callable[..., Any] | None
@@ -197,6 +207,20 @@ class RolloutDiffusionEngine(DiffusionEngine):
         if self._rollout:
             self.pre_process_func = None
             self.post_process_func = wrap_rollout_postprocessor(self.post_process_func)
+
+    def _init_executor(self, od_config: Any) -> None:
+        if self._rollout and DiffusionExecutor.get_class(od_config) is MultiprocDiffusionExecutor:
+            self.executor = RolloutMultiprocExecutor(od_config)
+        else:
+            super()._init_executor(od_config)
+
+    def _finalize_finished_request(
+        self, request_id: str, runner_output: Any = None, *args: Any, **kwargs: Any
+    ) -> DiffusionOutput:
+        output: DiffusionOutput = super()._finalize_finished_request(request_id, runner_output, *args, **kwargs)
+        if isinstance(self.executor, RolloutMultiprocExecutor) and getattr(runner_output, "async_output_id", None):
+            self.executor.promised(runner_output.async_output_id, output)
+        return output
 
     def _init_scheduler(self, od_config: Any, scheduler: Any = None, *args: Any, **kwargs: Any) -> None:
         if scheduler is None and self._rollout:
@@ -210,6 +234,18 @@ class RolloutDiffusionEngine(DiffusionEngine):
         if self._rollout and seed is not None and not (integer and 0 <= seed < _SEED_LIMIT):
             raise ValueError(f"seed must be an integer from 0 to 2**63 - 1, got {seed!r}")
         return super()._prepare_request_for_admission(request)
+
+    async def step_streaming(self, request: OmniDiffusionRequest) -> AsyncGenerator[list[OmniRequestOutput], None]:
+        """As the stock engine; a time-out says what it waited for."""
+        async with aclosing(super().step_streaming(request)) as outputs:
+            try:
+                async for output in outputs:
+                    yield output
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"its output did not come within {_async_output_timeout():g} s from the worker that computed it; "
+                    f"set {_ASYNC_OUTPUT_TIMEOUT_ENV} to more seconds if that takes longer"
+                ) from error
 
     def postprocess_output(self, request: OmniDiffusionRequest, output: DiffusionOutput) -> list[OmniRequestOutput]:
         """The output as the stock engine gives it; a rollout's tells the wait of its request, if that is known."""

@@ -153,10 +153,13 @@ def test_model_config(tmp_path: Path):
         with pytest.raises(ConfigError, match="is no folder"):
             DiffusionModelConfig(path=str(path)).resolve_architecture()
     model = DiffusionModelConfig(path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"no model_index\.json"):
+    with pytest.raises(ConfigError, match=r"model\.path: .* holds no model_index\.json"):
         model.resolve_architecture()
     index = tmp_path / "model_index.json"
-    for content, message in (("{", "cannot be read"), ("{}", "no _class_name")):
+    for content, message in (
+        ("{", r"model\.path: .* cannot be read"),
+        ("{}", r"no _class_name; .* set actor_rollout_ref\.model\.arch"),
+    ):
         index.write_text(content)
         with pytest.raises(ConfigError, match=message):
             model.resolve_architecture()

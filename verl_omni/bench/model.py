@@ -11,7 +11,8 @@ from typing import Any
 from verl_omni.bench.flops import forward_flop
 from verl_omni.bench.workload import Workload
 from verl_omni.utils.imports import without_collecting
-from verl_omni.workers.config import ConfigError, DiffusionModelConfig
+from verl_omni.workers.config import ConfigError
+from verl_omni.workers.config.model import declared_architecture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,10 @@ class BenchModel:
                 f"{path} is no folder here; write that of a downloaded checkpoint in diffusers layout, or --tiny or "
                 "--random and a family"
             )
-        architecture = _architecture(path)
+        index = Path(path) / "model_index.json"
+        architecture = declared_architecture(index)
+        if architecture is None:
+            raise ConfigError(f"{str(index)!r} has no _class_name; write it there")
         with without_collecting():
             from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 
@@ -80,15 +84,6 @@ class BenchModel:
     def _config(self, part: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads((self.path / part / "config.json").read_text(encoding="utf-8"))
         return config
-
-
-def _architecture(path: str | Path) -> str:
-    try:
-        return DiffusionModelConfig(path=str(path)).resolve_architecture()
-    except ConfigError as error:  # of keys that the bench does not have
-        key = DiffusionModelConfig.KEY
-        told = str(error).replace(f"set {key}.architecture", "write it there").replace(f"{key}.path=", "")
-        raise ConfigError(told) from error
 
 
 def build_random(kind: str, family: str, path: Path) -> None:

@@ -93,25 +93,19 @@ class DiffusionModelConfig:
         """
         if self.architecture is not None:
             return self.architecture
+        index = self._index_file()
         try:
-            index = json.loads(self._index_file().read_text(encoding="utf-8"))
-        except ConfigError:
-            raise
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigError(f"model_index.json of {self.KEY}.path={self.path!r} cannot be read: {error}") from error
-        name = index.get("_class_name") if isinstance(index, dict) else None
-        if not isinstance(name, str):
-            raise ConfigError(f"model_index.json of {self.path!r} has no _class_name; set {self.KEY}.architecture")
+            name = declared_architecture(index)
+        except ConfigError as error:
+            raise ConfigError(f"{self.KEY}.path: {error}") from error
+        if name is None:
+            raise ConfigError(f"{str(index)!r} has no _class_name; write it there, or set {self.KEY}.architecture")
         return name
 
     def _index_file(self) -> Path:
         """Where ``model_index.json`` lies."""
         folder = Path(self.path)
         if folder.is_dir():
-            if not (folder / "model_index.json").is_file():
-                raise ConfigError(
-                    f"{self.KEY}.path={self.path!r} holds no model_index.json; give a folder in diffusers layout"
-                )
             return folder / "model_index.json"
         if (
             folder.is_absolute()
@@ -129,3 +123,15 @@ class DiffusionModelConfig:
             raise ConfigError(
                 f"{self.KEY}.path={self.path!r} is neither a folder nor a model that can be had from the hub: {error}"
             ) from error
+
+
+def declared_architecture(index: Path) -> str | None:
+    """``_class_name`` of a ``model_index.json``, None if it has none. Raises :class:`ConfigError` if unreadable."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{str(index.parent)!r} holds no {index.name}; give a folder in diffusers layout") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{str(index)!r} cannot be read: {error}") from error
+    name = content.get("_class_name") if isinstance(content, dict) else None
+    return name if isinstance(name, str) else None

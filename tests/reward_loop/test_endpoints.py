@@ -289,6 +289,41 @@ async def test_any_reply_ends_an_outage(service, caplog, reply):
     assert "answers again" in end and end.endswith("failed attempts: 2")
 
 
+async def test_when_a_scorer_answers_again_all_images_that_wait_are_sent_at_once(service, monkeypatch):
+    """One image finds out that it does, another has an hour to wait."""
+    is_back, late_waits = asyncio.Event(), asyncio.Event()
+
+    def an_hour_from_the_second_on(attempt: int, first_s: float) -> float:
+        if attempt > 1:
+            late_waits.set()
+        return 3600.0 * (attempt - 1)
+
+    async def down_for_late(request: web.Request) -> web.Response:
+        late = (await request.json())["request_id"] == "late"
+        return web.Response(status=503) if late and not is_back.is_set() else scored(1)
+
+    monkeypatch.setattr(endpoint, "wait_before_retry", an_hour_from_the_second_on)
+    service.replies = [down_for_late]
+    options = {"type": "http", "url": f"{service.url}/score"}
+    async with RewardManager(reward_config(scorers={"judge": options})) as manager:
+        late = asyncio.create_task(manager.score(item(request_id="late")))
+        await late_waits.wait()
+        is_back.set()
+        await manager.score(item(request_id="other"))
+        assert (await asyncio.wait_for(late, 60)).total == 1
+
+
+async def test_an_answer_among_failures_ends_no_wait():
+    outage = Outage("http://a/")
+    outage.failed("busy", None)
+    waiting = asyncio.create_task(outage.wait(3600.0))
+    await asyncio.sleep(0)
+    outage.answered()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_without_retries_the_errors_alone_tell_of_an_outage(service, caplog):
     down = web.Response(status=503, text="busy")
     service.replies = [down, down, down, scored(1)]

@@ -14,6 +14,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
@@ -51,10 +52,18 @@ class Outage:
         self._is_down = False
         self._answers = self._failures = 0
         self._since = 0.0
+        self._over = asyncio.Event()
+
+    async def wait(self, seconds: float) -> None:
+        """So long, but not beyond the end of an outage."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
 
     def answered(self) -> None:
         """A request was answered, with a score or not. Logs the end of an outage."""
         if self._is_down:
+            self._over.set()
+            self._over = asyncio.Event()
             seconds = time.monotonic() - self._since
             text = "scorer %s answers again, %.1f s after it first did not; failed attempts: %d"
             logger.warning(text, self._shown_url, seconds, self._failures)
@@ -108,7 +117,7 @@ class Endpoint:
                     answers_before = self._outage.failed(reason, answers_before)
                     logger.debug("POST %s, attempt %d of %d: %s", self._shown_url, attempt, attempts, reason)
                 if attempt < attempts:
-                    await asyncio.sleep(wait_before_retry(attempt, self._config.retry_wait_s))
+                    await self._outage.wait(wait_before_retry(attempt, self._config.retry_wait_s))
         raise ScoreError(f"POST {self._shown_url} failed {attempts} times, the last time with {reason}")
 
     async def close(self) -> None:

@@ -115,6 +115,18 @@ async def test_a_cancelled_score_is_cancelled(function):
             await task
 
 
+async def test_a_cancellation_that_is_the_functions_own_fails_the_item(function):
+    code = (
+        "import asyncio\n"
+        "async def compute_score():\n"
+        "    inner = asyncio.ensure_future(asyncio.Event().wait())\n"
+        "    inner.cancel()\n"
+        "    await inner\n"
+    )
+    with pytest.raises(RewardError, match="scorer own could not score request r7: CancelledError"):
+        await score(item(), scorers={"own": function("own", code)})
+
+
 async def test_a_sum_beyond_all_numbers_is_an_error(function):
     huge = function("huge", "def compute_score():\n    return 1e308\n")
     with pytest.raises(RewardError, match=r"scorer a \+ b could not score request r7: the weighted sum is too large"):

@@ -10,11 +10,20 @@ import threading
 import pytest
 
 from tests.reward_loop.items import item, reward_config
-from verl_omni.reward_loop import RewardError, RewardManager, threads
+from verl_omni.reward_loop import RewardError, RewardManager, tasks, threads
+from verl_omni.reward_loop.tasks import Tasks
 from verl_omni.reward_loop.threads import HangingError, Threads
 from verl_omni.workers.config import ConfigError
 
 SHORT = 0.05
+SWALLOWS = """
+import asyncio
+async def compute_score():
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        return 1
+"""
 
 
 @pytest.fixture
@@ -97,9 +106,10 @@ def _raising(error: BaseException):
     [
         ("def compute_score(extra_info):\n    extra_info['go'].wait()\n", "its thread cannot be ended"),
         ("import asyncio\nasync def compute_score():\n    await asyncio.Event().wait()\n", "no score within"),
+        (SWALLOWS, "no score within"),
         ("async def compute_score():\n    raise TimeoutError('its own')\n", "TimeoutError: its own"),
     ],
-    ids=["plain", "async", "its own"],
+    ids=["plain", "async", "swallows its cancellation", "its own"],
 )
 async def test_the_error_names_scorer_request_and_key(tmp_path, go, code, reason):
     (tmp_path / "slow.py").write_text(code)
@@ -121,6 +131,24 @@ def test_a_process_with_a_hanging_function_ends():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "given up\n"
+
+
+async def test_what_swallows_one_cancellation_gets_another(monkeypatch):
+    monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
+    cancelled = []
+
+    async def retry() -> None:
+        while len(cancelled) < 3:
+            try:
+                await asyncio.wait_for(asyncio.Event().wait(), 30)
+            except asyncio.CancelledError:
+                cancelled.append(True)
+
+    running = Tasks()
+    with pytest.raises(HangingError):
+        await running.run(retry(), SHORT)
+    await running.close()
+    assert len(cancelled) == 3
 
 
 @pytest.mark.parametrize("limit", [0, -1, "soon"])

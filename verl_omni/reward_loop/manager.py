@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable
 from typing import Any
 
 from verl_omni.reward_loop.function import FunctionScorer
@@ -18,6 +17,7 @@ from verl_omni.reward_loop.pixels import (
     JpegCompressibilityScorer,
     JpegIncompressibilityScorer,
 )
+from verl_omni.reward_loop.tasks import Tasks
 from verl_omni.reward_loop.threads import HangingError, Threads
 from verl_omni.reward_loop.vlm import VlmScorer
 from verl_omni.utils.secrets import scrubbed
@@ -44,6 +44,7 @@ class RewardManager:
         self._weights = {name: scorer.weight for name, scorer in named.items()}
         self._scorers: dict[str, Scorer] = {name: SCORERS[scorer.TYPE](scorer) for name, scorer in named.items()}
         self._threads = Threads(config.num_workers)
+        self._tasks = Tasks()
         self._timeout_s = config.timeout_s
 
     async def score(self, item: RewardItem) -> RewardResult:
@@ -67,10 +68,14 @@ class RewardManager:
         return RewardResult(total=total, parts=parts)
 
     async def close(self) -> None:
-        """Close connections and threads. Scores that have not begun are given up; running ones are not waited for."""
+        """Close connections and threads. Scores that have not begun are given up; running ones are not waited for.
+
+        Async functions that were given up get a few seconds to end.
+        """
         self._threads.close()
         for scorer in self._scorers.values():
             await scorer.close()
+        await self._tasks.close()
 
     async def __aenter__(self) -> RewardManager:
         return self
@@ -86,18 +91,14 @@ class RewardManager:
             else:
                 result = await self._threads.run(lambda: score(item), self._timeout_s)
                 if inspect.isawaitable(result):
-                    result = await self._awaited(result)
+                    result = await self._tasks.run(result, self._timeout_s)
             return read_score(result)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            reason = "CancelledError: what it waited for was cancelled"
+            raise RewardError(name, item.request_id, reason) from error
         except (Exception, SystemExit) as error:  # of a function that takes itself for a script
             kind = "" if isinstance(error, (ScoreError, HangingError)) else f"{type(error).__name__}: "
             raise RewardError(name, item.request_id, scrubbed(f"{kind}{error}")) from error
-
-    async def _awaited(self, result: Awaitable[Any]) -> Any:
-        """The value of `result`. Raises :class:`HangingError` if it takes too long; it is cancelled then."""
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                return await result
-        except TimeoutError as error:
-            if not limit.expired():  # the function's own
-                raise
-            raise HangingError(f"no score within reward.timeout_s={self._timeout_s:g}") from error

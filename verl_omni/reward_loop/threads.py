@@ -16,6 +16,7 @@ from typing import Any
 MAX_HANGING = 32
 """Functions that may hang at a time. They keep memory, and perhaps a core each: beyond this no more are begun."""
 FULL = f"{MAX_HANGING} calls hang already, and no more are begun; end the run, and find out why they do"
+CLOSED = "the threads are closed"
 
 
 class HangingError(TimeoutError):
@@ -40,7 +41,7 @@ class Threads:
         functions hang; RuntimeError after :meth:`close`. One that is cancelled before its turn is not begun.
         """
         if self._closed:
-            raise RuntimeError("the threads are closed")
+            raise RuntimeError(CLOSED)
         if len(self._hanging) >= MAX_HANGING:
             raise HangingError(FULL)
         while self._started < self._count:
@@ -56,8 +57,7 @@ class Threads:
     def close(self) -> None:
         """Begin nothing any more. What runs is not waited for."""
         self._closed = True
-        for job in self._waiting:
-            job.result.cancel()
+        self._refuse_waiting(RuntimeError, CLOSED)
         for _ in range(self._started + len(self._hanging)):
             self._jobs.put(None)
 
@@ -99,9 +99,12 @@ class Threads:
         if len(self._hanging) < MAX_HANGING:
             self._start_thread()
             return
-        for waiting in self._waiting:
-            if not waiting.result.done():
-                waiting.result.set_exception(HangingError(FULL))
+        self._refuse_waiting(HangingError, FULL)
+
+    def _refuse_waiting(self, kind: type[Exception], reason: str) -> None:
+        for job in self._waiting:
+            if not job.result.done():
+                job.result.set_exception(kind(reason))
 
 
 class _Job:

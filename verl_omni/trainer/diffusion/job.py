@@ -115,12 +115,10 @@ class TrainingJob:
             await self._run()
 
     async def _run(self) -> None:
-        from ray.exceptions import RayActorError
-
         from verl_omni.reward_loop.manager import RewardManager
         from verl_omni.trainer.diffusion.run_log import RunLog
         from verl_omni.trainer.diffusion.trainer import DiffusionTrainer
-        from verl_omni.workers.rollout.handle import ServerDied
+        from verl_omni.workers.rollout.handle import tells_death
 
         trainer = self.settings.trainer
         async with AsyncExitStack() as stack:
@@ -142,7 +140,9 @@ class TrainingJob:
                     Checkpoints(trainer.default_local_dir).start_anew()
                 await DiffusionTrainer(self, cluster, rewards, log, figures).fit()
                 status = "finished"
-            except (RayActorError, ServerDied) as error:
+            except Exception as error:
+                if not tells_death(error):
+                    raise
                 raise TrainingError(
                     f"a process of the run died: {error}; with trainer.resume_mode=auto the same command goes on from "
                     "the last checkpoint"

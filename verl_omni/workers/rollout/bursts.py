@@ -18,7 +18,8 @@ from verl_omni.workers.rollout.request import ABORTED, RolloutError, RolloutRequ
 from verl_omni.workers.rollout.spread import work
 
 Groups = Sequence[Sequence[RolloutRequest]]
-Results = asyncio.Queue[RolloutSample | RolloutError]
+Results = asyncio.Queue[RolloutSample | RolloutError | None]
+"""None: no more will come."""
 
 
 class Bursts:
@@ -34,10 +35,18 @@ class Bursts:
         """End the requests that wait for a fresh server as aborted; those in the servers are not ended by this."""
         self._aborts += 1
 
-    async def serve(self, groups: Groups, results: Results, *, earlier: ServerDied | None = None) -> None:
-        """Run `groups`; puts one result a request, unless cancelled. `earlier`: how their first server died."""
-        aborts = self._aborts
+    async def serve(self, groups: Groups, results: Results) -> None:
+        """Run `groups`; puts one result a request, unless cancelled, and None when it ends, for whatever reason."""
         try:
+            await self._serve(groups, results, aborts=self._aborts, earlier=None)
+        finally:
+            results.put_nowait(None)
+
+    async def _serve(self, groups: Groups, results: Results, *, aborts: int, earlier: ServerDied | None) -> None:
+        """`aborts`: how many there were when `groups` came; `earlier`: how their first server died."""
+        try:
+            if earlier is not None:
+                await self._fleet.look_round()
             await self._fleet.someone()
             if aborts != self._aborts:
                 raise RolloutError(None, ABORTED)
@@ -47,10 +56,15 @@ class Bursts:
         spread = self._fleet.spread
         dealt = spread.deal([sum(map(work, group)) for group in groups])
         await asyncio.gather(
-            *(self._burst(self._fleet.at(i), [groups[g] for g in mine], results, earlier) for i, mine in dealt.items())
+            *(
+                self._burst(self._fleet.at(place), [groups[g] for g in mine], results, aborts=aborts, earlier=earlier)
+                for place, mine in dealt.items()
+            )
         )
 
-    async def _burst(self, server: ServerHandle, groups: Groups, results: Results, earlier: ServerDied | None) -> None:
+    async def _burst(
+        self, server: ServerHandle, groups: Groups, results: Results, *, aborts: int, earlier: ServerDied | None
+    ) -> None:
         """Run `groups` on `server`, and what it leaves behind if it dies elsewhere."""
         unfinished = Counter(request.request_id for group in groups for request in group)
         known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -72,7 +86,7 @@ class Bursts:
         elif earlier is not None:
             _fail(left, f"it was run twice, and both servers died: {earlier.message}; {server.died.message}", results)
         elif left:
-            await self.serve(left, results, earlier=server.died)
+            await self._serve(left, results, aborts=aborts, earlier=server.died)
 
     async def _run(self, server: ServerHandle, groups: Groups, unfinished: Counter[str], results: Results) -> str:
         """Put what `server` gives, and strike it out in `unfinished`; returns why the other requests have no result."""

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 2
 """How often a fresh server is started before its place stays empty: one failure may be chance."""
 
+LOOK_ROUND_S = 5.0
+"""How long servers may take to say that they live before more work is dealt to them."""
+
 Admit = Callable[[ServerHandle], Awaitable[None]]
 """Gives a fresh server the policy and calls :meth:`Fleet.join`, with no change of the policy in between."""
 
@@ -91,9 +94,9 @@ class Fleet:
         if self.closed or server.died is not None or server not in self.living:
             return
         server.died = error
-        server.kill()  # ends the calls that wait for it, too
         self.spread.drop(server.place)
         self._revivals[server.place] = asyncio.create_task(self._revive(server))
+        server.kill()  # ends the calls that wait for it, too
 
     def join(self, server: ServerHandle) -> None:
         """`server` is as the others are, and gets requests from now on."""
@@ -109,8 +112,18 @@ class Fleet:
             error = ServerDied(None, f"{server.name} died: its engine has ended")
         except ServerDied as died:
             error = died
+        except Exception as problem:  # the method itself raises nothing
+            error = ServerDied(None, f"{server.name} died: {problem}")
         self.lose(server, error)
         return False
+
+    async def look_round(self) -> None:
+        """Lose the servers whose death nobody has noticed yet: what kills one may have killed others."""
+        looking = [asyncio.create_task(self.lives(server)) for server in self.living]
+        if looking:
+            await asyncio.wait(looking, timeout=LOOK_ROUND_S)
+        for look in looking:  # at one that is slow, or hangs
+            look.cancel()
 
     @property
     def starting(self) -> bool:
@@ -138,14 +151,13 @@ class Fleet:
             task.cancel()
         closing = [asyncio.create_task(server.call("close")) for server in self.living]
         try:
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if closing:
-                await asyncio.wait(closing, timeout=grace_s)
+            if ending := [*tasks, *closing]:
+                await asyncio.wait(ending, timeout=grace_s)
         finally:
+            self._kill()  # ends the calls that wait for them, too
             for call in closing:
                 call.cancel()
-            await asyncio.gather(*closing, return_exceptions=True)
-            self._kill()
+            await asyncio.gather(*tasks, *closing, return_exceptions=True)
 
     async def _watch(self, server: ServerHandle) -> None:
         try:
@@ -174,14 +186,14 @@ class Fleet:
             del self._revivals[place]
 
     async def _start_fresh(self, place: int, attempt: int) -> bool:
-        server = self._servers[place] = self._create(place)
         try:
+            server = self._servers[place] = self._create(place)
             await come_up([server], self._settings.model_path, self._start_timeout_s)
             await self._admit(server)
         except Exception as error:
-            server.kill()
+            self._servers[place].kill()  # if none could be made, the dead one
             text = "%s did not start again, attempt %d of %d: %s"
-            logger.error(text, server.name, attempt, START_ATTEMPTS, one_line(error))
+            logger.error(text, self._servers[place].name, attempt, START_ATTEMPTS, one_line(error))
             return False
         self._watches.append(asyncio.create_task(self._watch(server)))
         return True

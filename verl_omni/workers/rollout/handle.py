@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,10 @@ class Placement:
 
         free, wanted = ray.available_resources(), {"CPU": self.num_cpus, "GPU": self.num_gpus}
         return " and ".join(f"{n:g} {name} (free: {free.get(name, 0):g})" for name, n in wanted.items() if n)
+
+
+ABORT_GRACE_S = 30.0
+"""How long a server may take to end what was aborted: one that hangs never does."""
 
 
 class ServerDied(RolloutError):
@@ -97,7 +102,8 @@ class ServerHandle:
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[RolloutSample | RolloutError, None]:
         """Submit `requests` as one burst; gives each result as it arrives.
 
-        Raises as :meth:`call` does. Leaving early, or being cancelled, aborts the rest and waits until that is done.
+        Raises as :meth:`call` does. Leaving early, or being cancelled, aborts the rest and waits until that is done, at
+        most `ABORT_GRACE_S`.
         """
         import ray
 
@@ -110,7 +116,8 @@ class ServerHandle:
             raise self._told(error) from getattr(error, "cause", None)
         except (asyncio.CancelledError, GeneratorExit):
             ray.cancel(stream)
-            await _ended(stream)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_ended(stream), ABORT_GRACE_S)
             raise
 
     def told(self) -> str:
@@ -126,14 +133,19 @@ class ServerHandle:
             ray.kill(self._actor)
 
     def _told(self, error: ray.exceptions.RayError) -> Exception:
-        import ray
-
-        if isinstance(error, ray.exceptions.RayActorError):
+        if tells_death(error):
             return ServerDied(None, f"{self.name} died: {_last_line(error)}")
         cause = getattr(error, "cause", None)
         if isinstance(cause, ConfigError):
             return cause
         return RolloutError(None, f"{self.name}: {str(cause or error) or repr(cause)}")
+
+
+def tells_death(error: Exception) -> bool:
+    """Whether this error, of Ray or ours, says that a process or its node has ended."""
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+
+    return isinstance(error, (ServerDied, RayActorError, OutOfMemoryError, NodeDiedError))
 
 
 def _last_line(error: Exception) -> str:

@@ -123,8 +123,9 @@ class RolloutReplicas:
         results: Results = asyncio.Queue()
         serving = asyncio.create_task(self._bursts.serve(groups, results))
         try:
-            for _ in range(sum(map(len, groups))):
-                yield await results.get()
+            while (result := await results.get()) is not None:
+                yield result
+            await serving  # for what it raised, if it ended before its time
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)

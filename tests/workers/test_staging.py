@@ -4,6 +4,9 @@ import asyncio
 import gc
 import json
 import math
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.engines import SERIAL
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS
+from verl_omni.workers.rollout import staging
 from verl_omni.workers.rollout.handle import Placement, ServerDied, ServerHandle
 from verl_omni.workers.rollout.replicas import RolloutReplicas
 from verl_omni.workers.rollout.request import RolloutError
@@ -212,3 +216,20 @@ def test_a_server_stages_what_is_in_the_store_and_drops_also_what_a_dead_one_lef
     first, path, loaded = asyncio.run(scenario())
     assert all(torch.equal(loaded[name], tensor) for bucket in buckets for name, tensor in bucket.items())
     assert not any(file.parent.exists() for file in (first, path, left)) and other.parent.exists()
+
+
+def test_what_a_process_left_that_was_killed_is_removed(tmp_path, monkeypatch):
+    """But not what a living one holds, nor what was made just now and may not be held yet."""
+    monkeypatch.setattr(staging, "SHARED_MEMORY", str(tmp_path))
+    stage = f"import signal\nfrom verl_omni.workers.rollout import staging\nstaging.SHARED_MEMORY = {str(tmp_path)!r}\n"
+    hold = "with staging.staging_folder(0) as folder:\n print(folder, flush=True)\n signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", stage + hold], stdout=subprocess.PIPE, text=True) as process:
+        left = Path(process.stdout.readline().strip())
+        process.kill()
+    young = left.with_name(f"{left.name}_young")
+    young.mkdir()
+    with staging_folder(0) as living:
+        for folder in (left, living):
+            os.utime(folder, (0, 0))
+        with staging_folder(0):
+            assert not left.exists() and living.exists() and young.exists()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from verl_omni.utils.locks import held
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.config.base import MAX_NAME
 
@@ -53,16 +53,10 @@ def plain_name(name: str) -> str:
 def locked(folder: Path, *, key: str) -> Iterator[None]:
     """Keep `folder`, which is made if missing, to this process while the block runs.
 
-    Raises :class:`ConfigError` while another process has it; `key` says in the message where the folder comes from. The
-    lock ends with the process, however it ends, and leaves no file.
+    Raises :class:`ConfigError` while another process has it; `key` says in the message where the folder comes from.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"{key}: another run is writing into {folder}; wait for it, or give another") from None
+    with held(folder) as ours:
+        if not ours:
+            raise ConfigError(f"{key}: another run is writing into {folder}; wait for it, or give another")
         yield
-    finally:
-        os.close(handle)

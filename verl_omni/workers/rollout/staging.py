@@ -10,19 +10,23 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_omni.utils.locks import held
 from verl_omni.workers.config.lora import LORA_CONFIG, LORA_WEIGHTS, check_lora_adapter, read_lora_config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = "/dev/shm"
-_PREFIX = "verl_omni_"
+_PREFIX = "verl_omni_staged_"
+_HELD_WITHIN_S = 60.0
+"""A folder is held right after it was made; one that was made just now is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +41,26 @@ class LoraAdapter:
 
 @contextmanager
 def staging_folder(size: int) -> Iterator[Path]:
-    """A folder with room for `size` bytes, in shared memory if that has it, and gone afterwards."""
+    """A folder with room for `size` bytes, in shared memory if that has it, and gone afterwards.
+
+    Those that processes left there which died meanwhile are removed: each may hold all weights of a model.
+    """
+    for place in (SHARED_MEMORY, tempfile.gettempdir()):
+        _remove_abandoned(Path(place))
     roomy = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > size
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=SHARED_MEMORY if roomy else None) as folder:
+    chosen = SHARED_MEMORY if roomy else None
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=chosen) as folder, held(Path(folder)):
         yield Path(folder)
+
+
+def _remove_abandoned(place: Path) -> None:
+    for folder in place.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone this moment
+            is_ours = folder.is_dir() and not folder.is_symlink()
+            if is_ours and time.time() - folder.stat().st_mtime > _HELD_WITHIN_S:
+                with held(folder) as abandoned:
+                    if abandoned:
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Callers that are cancelled while a worker changes the policy, on an engine that only pretends."""
+"""Callers that are cancelled while a worker does what they asked, or closes, on an engine that only pretends."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ class Omni:
     def __init__(self, answer) -> None:
         self.calls: list[str] = []
         self.called, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.is_shut = threading.Event()
+        self.final_output_task = None
         self._answer = answer
 
     async def collective_rpc(self, method, args):
@@ -27,6 +31,17 @@ class Omni:
         self.called.set()
         await self.may_answer.wait()
         return [self._answer]
+
+    async def sleep(self, level):
+        await self.collective_rpc("sleep", ())
+        return []
+
+    async def wake_up(self):
+        self.calls.append("wake_up")
+        return []
+
+    def shutdown(self):
+        self.is_shut.set()
 
 
 CHANGES = {
@@ -77,3 +92,25 @@ async def test_a_caller_who_is_not_cancelled_gets_the_error(tmp_path):
     with pytest.raises(RolloutError, match="load_weights_file failed: refused"):
         await engine.update_weights(WEIGHTS)
     assert engine.policy_version == 0
+
+
+async def test_whose_sleep_was_cancelled_can_be_woken_up():
+    engine = RolloutEngine(omni := Omni(1), {})
+    caller = asyncio.create_task(engine.sleep())
+    await omni.called.wait()
+    caller.cancel()
+    omni.may_answer.set()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert omni.calls == ["check_sleep", "release_caches", "sleep"]
+    await engine.wake_up()
+    assert omni.calls[3:] == ["wake_up"] and engine.policy_version == 0
+
+
+async def test_an_engine_closes_while_all_threads_of_the_loop_wait_for_it():
+    engine = RolloutEngine(omni := Omni(1), {})
+    loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    loop.set_default_executor(pool)
+    waiting = loop.run_in_executor(None, omni.is_shut.wait, 30)
+    await engine.close()
+    assert await waiting

@@ -1,7 +1,7 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
 Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
-subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in seven things; any other pipeline is treated as
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in eight things; any other pipeline is treated as
 by the stock engine.
 
 * **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more. Our adapters read
@@ -15,6 +15,7 @@ by the stock engine.
   in request mode the engine makes the generators of a whole batch before the adapter sees a request.
 * **Wait.** Goes with the rollout, as ``rl["queue_wait_s"]``; the engine's client drops the metrics that tell it.
 * **Outputs.** With worker processes none is lost and none stays behind; see :mod:`~verl_omni.pipelines.executor`.
+* **Aborts.** One that overtakes its request ends it too. (And for all pipelines: :mod:`~verl_omni.pipelines.closing`.)
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.data import DiffusionOutput, DiffusionRequestAbortedError
 from vllm_omni.diffusion.diffusion_engine import (
     _ASYNC_OUTPUT_TIMEOUT_ENV,
-    DiffusionEngine,
     DiffusionExecutionMode,
     _async_output_timeout,
 )
@@ -41,6 +41,7 @@ from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.interface import DiffusionSchedulerOutput, _AdmissionWaitDecision
 from vllm_omni.outputs import OmniRequestOutput
 
+from verl_omni.pipelines.closing import ClosingEngine
 from verl_omni.pipelines.diffusion_rollout_output import is_rollout_output, wrap_rollout_postprocessor
 from verl_omni.pipelines.executor import RolloutMultiprocExecutor
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
@@ -53,6 +54,8 @@ BURST_DEADLINE_S = 1.0
 """Longest that an idle engine waits for a burst: well above the submission of a full batch, well below one image."""
 _KNOWN_BURSTS = 256
 """Bursts remembered at a time; a burst in flight is never this old."""
+_KNOWN_ABORTS = 2**14
+"""Aborts remembered whose request is not here, as it is still to come or done: more than are ever in flight."""
 _SEED_LIMIT = 2**63
 
 
@@ -102,7 +105,7 @@ def burst_of(request: OmniDiffusionRequest) -> tuple[str, int] | None:
 
 
 class _RolloutScheduling:
-    """Key and admission for both schedulers of the engine. Mixed in before one of them."""
+    """Key, order and admission for both schedulers of the engine. Mixed in before one of them."""
 
     if TYPE_CHECKING:
         _waiting: deque[str]
@@ -115,12 +118,25 @@ class _RolloutScheduling:
         self._order = QueueOrder()
         self._arrivals: dict[str, int] = {}
         self._arrived = itertools.count()
+        self._aborted: dict[str, None] = {}
 
     def add_request(self, request: OmniDiffusionRequest) -> str:
         self._bursts.arrived(burst_of(request))
+        if request.request_id in self._aborted:
+            del self._aborted[request.request_id]
+            raise DiffusionRequestAbortedError(f"Request {request.request_id} aborted.")
         request_id: str = super().add_request(request)  # type: ignore[misc]
         self._arrivals[request_id] = next(self._arrived)
         return request_id
+
+    def aborted(self, request_ids: Iterable[str]) -> None:
+        """Refuse those of these requests that are not here yet, when they come.
+
+        One that is done is not here either; its id does not come again, as the engine's client makes ids unique.
+        """
+        self._aborted.update(dict.fromkeys(r for r in request_ids if r not in self._request_states))
+        while len(self._aborted) > _KNOWN_ABORTS:
+            del self._aborted[next(iter(self._aborted))]
 
     def schedule(self) -> DiffusionSchedulerOutput:
         if not self._waiting or self.num_running_requests() >= self.max_num_running_reqs:  # type: ignore[attr-defined]
@@ -194,7 +210,7 @@ class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
     """Request-level: a wave of whole requests."""
 
 
-class RolloutDiffusionEngine(DiffusionEngine):
+class RolloutDiffusionEngine(ClosingEngine):
     """The stock engine with the schedulers, hooks and executor of its module."""
 
     if TYPE_CHECKING:
@@ -227,6 +243,11 @@ class RolloutDiffusionEngine(DiffusionEngine):
             step_wise = self.execution_mode is DiffusionExecutionMode.STEP_BATCH
             scheduler = RolloutStepScheduler() if step_wise else RolloutRequestScheduler()
         super()._init_scheduler(od_config, scheduler, *args, **kwargs)
+
+    def _abort_requests(self, request_ids: list[str]) -> None:
+        if isinstance(self.scheduler, _RolloutScheduling):
+            self.scheduler.aborted(request_ids)
+        super()._abort_requests(request_ids)
 
     def _prepare_request_for_admission(self, request: OmniDiffusionRequest) -> OmniDiffusionRequest:
         seed = request.sampling_params.seed

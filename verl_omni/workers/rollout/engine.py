@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -184,25 +185,11 @@ class RolloutEngine:
         Raises :class:`RolloutError` if a worker could not: call :meth:`wake_up` then too. On an accelerator also if the
         engine was not started with ``enable_sleep_mode=True``: it serves on then.
         """
-        async with self._gate.change(counts=False):
-            self._check_open()
-            if not self._asleep:
-                await self.call_worker("check_sleep")
-                await self.call_worker("release_caches")
-                self._asleep = True
-                try:
-                    _check_acknowledged("sleep", await self._omni.sleep(level=_SLEEP_LEVEL))
-                except BaseException:
-                    await self._omni.resume_generation()  # the engine's own gate would stay shut
-                    raise
+        await self._gate.carry_out(self._fall_asleep, counts=False)
 
     async def wake_up(self) -> None:
         """Undo :meth:`sleep`."""
-        async with self._gate.change(counts=False):
-            self._check_open()
-            if self._asleep:
-                _check_acknowledged("wake_up", await self._omni.wake_up())
-                self._asleep = False
+        await self._gate.carry_out(self._awake, counts=False)
 
     async def release_caches(self) -> None:
         """Drop what the adapter keeps between requests, which are the prompt embeddings."""
@@ -248,7 +235,13 @@ class RolloutEngine:
         if self._omni.final_output_task is not None:  # belongs to this loop; shutdown() runs in another thread
             self._omni.final_output_task.cancel()
             self._omni.final_output_task = None
-        await asyncio.to_thread(self._omni.shutdown)
+        pool = ThreadPoolExecutor(
+            1
+        )  # of its own: the threads of the loop's may all wait for the engine, and so for this
+        try:
+            await asyncio.get_running_loop().run_in_executor(pool, self._omni.shutdown)
+        finally:
+            pool.shutdown(wait=False)
 
     async def __aenter__(self) -> RolloutEngine:
         return self
@@ -287,6 +280,25 @@ class RolloutEngine:
         if not results:
             raise RolloutError(request.request_id, "the engine returned nothing")
         return results[-1]
+
+    async def _fall_asleep(self) -> None:
+        self._check_open()
+        if self._asleep:
+            return
+        await self.call_worker("check_sleep")
+        await self.call_worker("release_caches")
+        self._asleep = True
+        try:
+            _check_acknowledged("sleep", await self._omni.sleep(level=_SLEEP_LEVEL))
+        except BaseException:
+            await self._omni.resume_generation()  # the engine's own gate would stay shut
+            raise
+
+    async def _awake(self) -> None:
+        self._check_open()
+        if self._asleep:
+            _check_acknowledged("wake_up", await self._omni.wake_up())
+            self._asleep = False
 
     async def _change(self, change: Callable[[], Coroutine[Any, Any, T]], version: int | None = None) -> T:
         async def checked() -> T:

@@ -58,14 +58,16 @@ class PolicyGate:
             self._changes.remove(ticket)
             self._notify()
 
-    async def carry_out(self, change: Callable[[], Coroutine[Any, Any, T]], *, version: int | None = None) -> T:
-        """Enter alone and run `change`; returns what it returns. `version` as in :meth:`change`.
+    async def carry_out(
+        self, change: Callable[[], Coroutine[Any, Any, T]], *, counts: bool = True, version: int | None = None
+    ) -> T:
+        """Enter alone and run `change`; returns what it returns. `counts` and `version` as in :meth:`change`.
 
         Once begun, it runs to its end: whoever is cancelled meanwhile waits for that and raises CancelledError then.
-        Otherwise a policy that has changed would keep its old version.
+        Otherwise a policy that has changed would keep its old version, or a worker would sleep that counts as awake.
         """
         cancelled: asyncio.CancelledError | None = None
-        async with self.change(version=version):
+        async with self.change(counts=counts, version=version):
             task = asyncio.create_task(change())
             while not task.done():
                 try:

@@ -1,11 +1,17 @@
 """The engine's `mp` executor, which loses no output of a worker and keeps none that nobody waits for.
 
-In request mode a worker answers twice: first that a batch is computed, then, from another thread, with the output. What
-the engine's executor (vllm_omni/diffusion/executor/multiproc_executor.py) makes of the two has two gaps:
+What the engine's executor (vllm_omni/diffusion/executor/multiproc_executor.py) makes of the messages has four gaps:
+
+* A large message is announced in shared memory, and comes through a socket. If a read times out between the two, it
+  counts as none; from then on, each large message that is announced gives out the one before.
+
+The others are those of request mode, where a worker answers twice: first that a batch is computed, then, from another
+thread, with the output.
 
 * `_result_pump` looks for the batch's members, unpacks the output, and then files it as the output of one request. If
   `execute_batch` names the members in between, neither sees what the other did, and all of them wait in vain.
 * The output of a request that was aborted or cancelled meanwhile is filed too, and stays for good.
+* So is the output of a worker whose call has failed already, because another worker was first to say that it failed.
 """
 
 import weakref
@@ -14,11 +20,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from vllm_omni.diffusion.data import AsyncDiffusionOutput, AsyncOutputKind
 from vllm_omni.diffusion.executor.multiproc_executor import MultiprocDiffusionExecutor
+from vllm_omni.diffusion.utils.future_utils import try_set_result
 
 
 class RolloutMultiprocExecutor(MultiprocDiffusionExecutor):
-    """Looks after each message of a worker whether an output was filed that belongs elsewhere, or nowhere."""
+    """Reads each message of a worker whole, and looks after it whether an output was filed that belongs elsewhere."""
 
     def _init_executor(self) -> None:
         self._promises: dict[str, weakref.finalize] = {}
@@ -39,8 +47,11 @@ class RolloutMultiprocExecutor(MultiprocDiffusionExecutor):
         future.add_done_callback(lambda done: self._broken.put(async_output_id) if done.cancelled() else None)
         return future
 
+    def _init_result_queue(self, result_handle: Any) -> "_Whole":
+        return _Whole(super()._init_result_queue(result_handle))
+
     def _result_pump(self, result_mq: Any = None) -> None:
-        super()._result_pump(_Watched(result_mq or self._result_mq, self._put_in_order))
+        super()._result_pump(_Watched(result_mq or self._result_mq, self._put_in_order, self._answer_call))
 
     def _put_in_order(self) -> None:
         with self._futures_lock:
@@ -56,13 +67,41 @@ class RolloutMultiprocExecutor(MultiprocDiffusionExecutor):
                 error = whole.exception()
                 self._deliver_batch_split(members, *((whole.result(), None) if error is None else (None, str(error))))
 
+    def _answer_call(self, message: Any) -> None:
+        # Here and not in the pump: only who takes the future out knows for sure whether the output has a caller.
+        if isinstance(message, AsyncDiffusionOutput) and message.kind is AsyncOutputKind.COMPUTE_DONE:
+            with self._futures_lock:
+                call = self._rpc_futures.pop(message.rpc_id, None)
+            if call is not None:
+                try_set_result(call, message)
+            else:
+                self._broken.put(message.async_output_id)
+
 
 class _Watched:
-    """A queue that calls `before` each time a message is to be taken from it."""
+    """A queue that calls `before` each time a message is to be taken from it, and `after` with what was taken."""
 
-    def __init__(self, queue: Any, before: Callable[[], None]) -> None:
-        self._queue, self._before = queue, before
+    def __init__(self, queue: Any, before: Callable[[], None], after: Callable[[Any], None]) -> None:
+        self._queue, self._before, self._after = queue, before, after
 
     def dequeue(self, timeout: float) -> Any:
         self._before()
-        return self._queue.dequeue(timeout=timeout)
+        message = self._queue.dequeue(timeout=timeout)
+        self._after(message)
+        return message
+
+
+class _Whole:
+    """vLLM's `MessageQueue`, of which a read may time out within a message: the next one reads the rest."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue, self._announced = queue, False
+
+    def dequeue(self, timeout: float) -> Any:
+        queue, at, announced = self._queue, self._queue.current_idx, self._announced
+        self._announced = False
+        try:
+            return queue.recv(queue.local_socket, timeout) if announced else queue.dequeue(timeout=timeout)
+        except TimeoutError:
+            self._announced = announced or queue.current_idx != at
+            raise

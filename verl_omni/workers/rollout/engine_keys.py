@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,17 @@ _TIMEOUTS = {"stage_init_timeout", "init_timeout"}
 """Seconds, integers."""
 _POSITIVE = {*_TIMEOUTS, "num_weight_load_threads"}
 """Integers that the engine takes unread, and fails on later."""
+_GROUPS = (
+    ("num_gpus",),
+    ("hsdp_shard_size", "hsdp_replicate_size"),
+    (
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "cfg_parallel_size"),
+        *("sequence_parallel_size", "ulysses_degree", "ring_degree", "allgather_degree"),
+    ),
+)
+"""Options that are a number of devices, or whose product is one, or more than that."""
+_MAX_DEVICES = 2**20
+"""The launcher makes a list of all devices before anything asks whether they are there."""
 _START_FLAG, _EXECUTOR = "log_stats", "distributed_executor_backend"
 _START_KEYS = {*_TIMEOUTS, _START_FLAG}
 """What the launcher takes beside the options of a stage."""
@@ -55,8 +68,10 @@ def engine_flags() -> frozenset[str]:
 def typed_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options`, none of them null, with the types that the engine takes unread: it goes by the truth of any value.
 
-    Flags may come as "true" and "false", integers as strings. Raises :class:`ConfigError` for what is neither.
+    Flags may come as "true" and "false", integers as strings. Raises :class:`ConfigError` for what is neither, and for
+    parallel groups of more devices than there can be.
     """
+    _check_devices(options)
     typed = dict(options)
     for key, value in options.items():
         name = f"{_PREFIX}.{key}"
@@ -67,6 +82,21 @@ def typed_options(options: Mapping[str, Any]) -> dict[str, Any]:
         elif key == _EXECUTOR and "." not in str(value):  # with a dot: import path of an executor's class
             typed[key] = choice(name, value, ("uni", "mp"), null=_DEFAULT)
     return typed
+
+
+def _check_devices(options: Mapping[str, Any]) -> None:
+    nested = options.get("parallel_config")
+    given = {**options, **(nested if isinstance(nested, Mapping) else {})}
+    for group in _GROUPS:
+        sizes: dict[str, int] = {}
+        for key in group:
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # the engine says what is wrong with it
+                sizes[key] = max(1, int(given[key]))
+        if math.prod(sizes.values()) > _MAX_DEVICES:
+            raise ConfigError(
+                f"{_PREFIX}: {sizes} asks for more than {_MAX_DEVICES} devices; write smaller sizes, or null for "
+                f"{_DEFAULT}"
+            )
 
 
 def check_engine_values(options: Mapping[str, Any]) -> None:

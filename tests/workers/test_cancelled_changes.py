@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -53,17 +55,22 @@ CHANGES = {
 REFUSED = {"supported": False, "error": "refused"}
 
 
-@pytest.mark.parametrize("answer", [1, REFUSED], ids=["done", "refused"])
-@pytest.mark.parametrize("change", CHANGES)
-async def test_a_caller_who_is_cancelled_leaves_policy_and_version_together(tmp_path, change, answer):
-    merge, calls, call = CHANGES[change]
-    engine = RolloutEngine(omni := Omni(answer), {}, merge)
-    caller = asyncio.create_task(call(engine, write_lora(tmp_path / "lora", WEIGHTS, 1)))
+async def cancelled_amid(omni: Omni, call: Coroutine[Any, Any, Any]) -> None:
+    """Cancel who makes `call` when the worker has it and has not answered yet."""
+    caller = asyncio.create_task(call)
     await omni.called.wait()
     caller.cancel()
     omni.may_answer.set()
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+@pytest.mark.parametrize("answer", [1, REFUSED], ids=["done", "refused"])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_a_caller_who_is_cancelled_leaves_policy_and_version_together(tmp_path, change, answer):
+    merge, calls, call = CHANGES[change]
+    engine = RolloutEngine(omni := Omni(answer), {}, merge)
+    await cancelled_amid(omni, call(engine, write_lora(tmp_path / "lora", WEIGHTS, 1)))
     assert omni.calls == calls
     wanted = 0 if answer is REFUSED else 1 if change == "unmerge_lora" else 9
     assert engine.policy_version == wanted
@@ -76,12 +83,7 @@ async def test_a_lora_whose_removal_is_cancelled_is_gone(tmp_path):
     await engine.load_lora(write_lora(tmp_path / "lora", WEIGHTS, 1))
     omni.called.clear()
     omni.may_answer.clear()
-    caller = asyncio.create_task(engine.remove_lora())
-    await omni.called.wait()
-    caller.cancel()
-    omni.may_answer.set()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
+    await cancelled_amid(omni, engine.remove_lora())
     assert omni.calls == ["load_lora", "remove_lora"]
     assert engine._lora is None and engine.policy_version == 2
 
@@ -96,12 +98,7 @@ async def test_a_caller_who_is_not_cancelled_gets_the_error(tmp_path):
 
 async def test_whose_sleep_was_cancelled_can_be_woken_up():
     engine = RolloutEngine(omni := Omni(1), {})
-    caller = asyncio.create_task(engine.sleep())
-    await omni.called.wait()
-    caller.cancel()
-    omni.may_answer.set()
-    with pytest.raises(asyncio.CancelledError):
-        await caller
+    await cancelled_amid(omni, engine.sleep())
     assert omni.calls == ["check_sleep", "release_caches", "sleep"]
     await engine.wake_up()
     assert omni.calls[3:] == ["wake_up"] and engine.policy_version == 0

@@ -189,7 +189,7 @@ class RolloutEngine:
 
     async def wake_up(self) -> None:
         """Undo :meth:`sleep`."""
-        await self._gate.carry_out(self._awake, counts=False)
+        await self._gate.carry_out(self._wake, counts=False)
 
     async def release_caches(self) -> None:
         """Drop what the adapter keeps between requests, which are the prompt embeddings."""
@@ -235,9 +235,8 @@ class RolloutEngine:
         if self._omni.final_output_task is not None:  # belongs to this loop; shutdown() runs in another thread
             self._omni.final_output_task.cancel()
             self._omni.final_output_task = None
-        pool = ThreadPoolExecutor(
-            1
-        )  # of its own: the threads of the loop's may all wait for the engine, and so for this
+        # Of its own, as the threads of the loop's pool may all wait for the engine, and so for this.
+        pool = ThreadPoolExecutor(1)
         try:
             await asyncio.get_running_loop().run_in_executor(pool, self._omni.shutdown)
         finally:
@@ -294,7 +293,7 @@ class RolloutEngine:
             await self._omni.resume_generation()  # the engine's own gate would stay shut
             raise
 
-    async def _awake(self) -> None:
+    async def _wake(self) -> None:
         self._check_open()
         if self._asleep:
             _check_acknowledged("wake_up", await self._omni.wake_up())

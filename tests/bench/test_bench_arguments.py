@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from verl_omni.bench import cli, servers
 from verl_omni.bench.arguments import CPU_CAPS, GPU_CAPS, parse
 from verl_omni.bench.cli import main, open_model, read_record
 from verl_omni.bench.model import build_random
@@ -223,3 +224,15 @@ def test_a_random_model_is_kept_in_a_folder_of_its_name(tmp_path: Path, monkeypa
     with pytest.raises(SystemExit):
         parse(["--help"], "")
     assert "FOLDER/tiny_sd3" in capsys.readouterr().out
+
+
+def test_ray_is_prepared_before_the_model_is_looked_at_which_imports_what_imports_ray(monkeypatch):
+    def opened(*given: object) -> None:
+        order.append("opened")
+        raise ConfigError("enough")
+
+    order: list[str] = []
+    monkeypatch.setattr(servers, "prepare_process", lambda device, *, own_ray: order.append("prepared"))
+    monkeypatch.setattr(cli, "open_model", opened)
+    assert main(["--tiny", "sd3", "--replicas", "2"]) == main(["--tiny", "sd3"]) == 2
+    assert order == ["prepared", "opened", "opened"]

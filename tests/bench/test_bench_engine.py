@@ -72,13 +72,23 @@ def test_each_row_tells_its_batches_encodes_stages_and_repeats(record: dict[str,
 
 
 def test_the_worker_counts_host_syncs_when_it_is_told_to():
-    worker = SimpleNamespace(model_runner=SimpleNamespace(pipeline=Pipeline()))
+    worker = StillWorker()
     assert RolloutWorkerExtension.count_host_syncs(worker, True) == {}  # type: ignore[arg-type]
-    assert worker.model_runner.pipeline.denoise_step() == "done"
+    assert worker.execute_stepwise() == "done"
     assert RolloutWorkerExtension.count_host_syncs(worker, False) == {"syncs": 0, "steps": 1}  # type: ignore[arg-type]
 
 
-class Pipeline:
+class StillWorker:
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace(pipeline=StillPipeline())
+
+    def execute_stepwise(self) -> str:
+        return self.model_runner.pipeline.denoise_step()
+
+    execute_model = execute_model_batch = execute_stepwise
+
+
+class StillPipeline:
     def denoise_step(self) -> str:
         return "done"
 

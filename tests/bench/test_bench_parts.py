@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,22 +106,38 @@ class Waiting(nn.Module):
         return waits
 
 
-def test_waits_within_the_denoising_step_are_counted_until_counting_stops():
-    pipeline = Waiting()
-    syncs = HostSyncs(pipeline)
+class Worker:
+    """A worker that waits once before the step, and serves a batch of one as one request."""
+
+    def __init__(self) -> None:
+        self.model_runner = SimpleNamespace(pipeline=Waiting())
+
+    def execute_stepwise(self, waits: int) -> int:
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+        return self.model_runner.pipeline.denoise_step(waits, states=None)
+
+    execute_model = execute_stepwise
+
+    def execute_model_batch(self, waits: int) -> int:
+        return self.execute_model(waits)
+
+
+def test_waits_in_and_around_the_denoising_step_are_counted_until_counting_stops():
+    worker = Worker()
+    syncs = HostSyncs(worker)
     syncs.start()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [pipeline.denoise_step(n, states=None) for n in (2, 0, 3)] == [2, 0, 3]
-    assert syncs.stop() == {"syncs": 5, "steps": 3}
+        assert [worker.execute_stepwise(2), worker.execute_model(0), worker.execute_model_batch(3)] == [2, 0, 3]
+    assert syncs.stop() == {"syncs": 3 + 1 + 4, "steps": 3}
     with pytest.warns(UserWarning, match="called|else") as told:
-        pipeline.denoise_step(1)
-    assert len(told) == 2 and syncs.syncs == 5
+        worker.execute_stepwise(1)
+    assert len(told) == 3 and syncs.syncs == 8 and syncs.steps == 3
 
 
 def test_a_step_that_fails_is_counted_too():
-    syncs = HostSyncs(pipeline := Waiting())
+    syncs = HostSyncs(worker := Worker())
     syncs.start()
     with pytest.raises(TypeError):
-        pipeline.denoise_step()
-    assert syncs.stop() == {"syncs": 0, "steps": 1}
+        worker.execute_stepwise("two")  # type: ignore[arg-type]
+    assert syncs.stop() == {"syncs": 1, "steps": 1}

@@ -142,8 +142,9 @@ def gathered(*windows, texts=(3,), record=True):
     def state(i, window):
         row = Row(generator=None, window=window, table=None, stochastic=[], record=record)
         text = {"prompt_embeds": torch.zeros(texts[i % len(texts)], 6)}
-        rollout = Rollout(params=None, rows=[row], cond=text, uncond={"prompt_embeds": torch.zeros(1, 6)})
-        return SimpleNamespace(latents=torch.zeros(1, 4, 5), extra={"rollout": rollout})
+        uncond = {"prompt_embeds": torch.zeros(1, 6)}
+        rollout = Rollout(params=None, rows=[row], latents=torch.zeros(1, 4, 5), cond=text, uncond=uncond)
+        return SimpleNamespace(extra={"rollout": rollout})
 
     return [state(i, window) for i, window in enumerate(windows)]
 

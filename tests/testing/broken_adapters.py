@@ -26,9 +26,9 @@ class RoundedLatents(QwenImageRollout):
 
     def step_scheduler(self, state, noise_pred, **kwargs):
         super().step_scheduler(state, noise_pred, **kwargs)
-        rounded = state.latents.bfloat16().float()
-        state.latents = rounded
-        for row, latents in zip(state.extra["rollout"].rows, rounded, strict=True):
+        rollout = state.extra["rollout"]
+        rounded = rollout.latents = rollout.latents.bfloat16().float()
+        for row, latents in zip(rollout.rows, rounded, strict=True):
             if row.latents:
                 row.latents[-1] = latents
 

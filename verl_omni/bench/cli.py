@@ -51,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv, __doc__ or "")
     if args.attention is not None:
         os.environ[ATTENTION_VARIABLE] = args.attention
+    if args.replicas > 1:
+        from verl_omni.bench.servers import prepare_for_ray
+
+        prepare_for_ray()
     try:
         baseline = None if args.baseline is None else read_record(args.baseline)
         check_outputs(args)

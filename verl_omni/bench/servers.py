@@ -60,9 +60,14 @@ class Servers:
         await self._replicas.close()
 
 
+def prepare_for_ray() -> None:
+    """Set what Ray reads when it is imported, by vLLM for one; call before that."""
+    prepare_process("cuda" if torch.cuda.is_available() else "cpu", own_ray=True)
+
+
 def start_ray(replicas: int) -> None:
     """Start a Ray of this process's own unless one runs."""
-    prepare_process("cuda" if torch.cuda.is_available() else "cpu", own_ray=True)
+    prepare_for_ray()
     import ray
 
     if not ray.is_initialized():

@@ -1,7 +1,7 @@
 """The engine's control side for rollouts: what may share a batch, and when a wave of requests starts.
 
 Chosen with ``engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine"``. For a rollout adapter (a
-subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in eight things; any other pipeline is treated as
+subclass of ``VllmOmniPipelineBase``) it differs from the stock engine in nine things; any other pipeline is treated as
 by the stock engine.
 
 * **Key.** The engine's key holds every CFG and guidance field, and in request mode steps and more. Our adapters read
@@ -15,6 +15,7 @@ by the stock engine.
   in request mode the engine makes the generators of a whole batch before the adapter sees a request.
 * **Wait.** Goes with the rollout, as ``rl["queue_wait_s"]``; the engine's client drops the metrics that tell it.
 * **Outputs.** With worker processes none is lost and none stays behind; see :mod:`~verl_omni.pipelines.executor`.
+* **Runner.** It need not wait for the device to take requests in; see :mod:`~verl_omni.pipelines.runner`.
 * **Aborts.** One that overtakes its request ends it too. (And for all pipelines: :mod:`~verl_omni.pipelines.closing`.)
 """
 
@@ -212,6 +213,8 @@ class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
 
 class RolloutDiffusionEngine(ClosingEngine):
     """The stock engine with the schedulers, hooks and executor of its module."""
+
+    default_diffusion_model_runner_cls = "verl_omni.pipelines.runner.RolloutModelRunner"
 
     if TYPE_CHECKING:
         pre_process_func: Callable[..., Any] | None

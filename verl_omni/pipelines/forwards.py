@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_omni.pipelines.hooks import ModelHooks, check_shape
 from verl_omni.pipelines.memory import forecast_rows, forward_limit
-from verl_omni.pipelines.rows import Forward, RowBatch, fuses_guidance
+from verl_omni.pipelines.rows import Forward, RowBatch, fuses_guidance, rollout_of
 from verl_omni.pipelines.stage_clock import StageClock
 from verl_omni.pipelines.stats import RolloutStats
 from verl_omni.pipelines.together import together
@@ -43,7 +43,7 @@ class RowForwards(ModelHooks):
             return parts[0]
         return torch.cat(
             [
-                torch.zeros_like(state.latents) if part is None else part
+                torch.zeros_like(rollout_of(state).latents) if part is None else part
                 for state, part in zip(states, parts, strict=True)
             ]
         )
@@ -66,10 +66,11 @@ class RowForwards(ModelHooks):
         """
         limit, fused = self.rows_per_forward, False
         if limit is None:
-            fused = fuses_guidance(states, image_tokens=self.image_tokens(tuple(states[0].latents.shape[1:])))
+            latents = rollout_of(states[0]).latents
+            fused = fuses_guidance(states, image_tokens=self.image_tokens(tuple(latents.shape[1:])))
             limit = forecast_rows(
                 states,
-                functools.partial(self._row_bytes, states[0].latents),
+                functools.partial(self._row_bytes, latents),
                 fuse_guidance=fused,
                 most=self._forwards.most,
                 device=self.device,

@@ -128,7 +128,7 @@ def kept_bytes(states: Sequence[StepRequestState]) -> int:
     windows = [row.window for row in rows if row.record]
     # A recorded tensor is that of the whole batch, which stays while any of its rows needs it.
     recorded = max(stop for _, stop in windows) - min(start for start, _ in windows) + 1 if windows else 0
-    latents = states[0].latents[0].numel() * torch.float32.itemsize * (STEP_LATENTS + recorded)
+    latents = rollouts[0].latents[0].numel() * torch.float32.itemsize * (STEP_LATENTS + recorded)
     text = sum(
         max((sum(tensor.nbytes for tensor in prompt.values()) for prompt in side if prompt is not None), default=0)
         for side in ([rollout.cond for rollout in rollouts], [rollout.uncond for rollout in rollouts])

@@ -108,12 +108,15 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
             drawn = self.draw_latents(params.height, params.width, generator).float()
             latents.append(check_shape("draw_latents", drawn, shape))
             rows.append(self._tables.row(params, tokens, generator))
-        state.latents = torch.stack(latents)
+        # One empty row a row: with the latents here the engine's InputBatch would copy them four times a step, and read
+        # its order back from their device, which waits for all that is queued there.
+        state.latents = torch.empty(len(rows), 0)
         state.timesteps, _ = self._tables.schedule(params.num_inference_steps, tokens)
         state.step_index = 0
         state.extra["rollout"] = Rollout(
             params=params,
             rows=rows,
+            latents=torch.stack(latents),
             cond={**cond, **own},
             uncond=None if uncond is None else {**uncond, **own},
         )
@@ -146,7 +149,8 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         rollout = rollout_of(state)
         if rollout.error is not None:
             raise rollout.error
-        state.latents = rollout.next_latents
+        assert rollout.next_latents is not None
+        rollout.latents = rollout.next_latents
         state.step_index += 1
 
     def post_decode(self, state: StepRequestState, **kwargs: Any) -> DiffusionOutput:

@@ -30,7 +30,7 @@ def step_log_probs(
     """
     counts = [len(rollout_of(state).rows) for state in states]
     for state, latents in zip(states, before.to(pipeline.device).split(counts), strict=True):
-        state.latents = latents
+        rollout_of(state).latents = latents
     batch = pipeline.gather(states)
     velocity = pipeline.guided_velocity(batch)
     return sde_step(batch.latents, velocity, batch.coefficients, next_latents=after.to(pipeline.device)).log_prob

@@ -22,6 +22,7 @@ from torch import Tensor
 from verl_omni.algorithms.flow_sde import SDEStep, StepCoefficients, sde_step
 from verl_omni.pipelines.params import RolloutParams
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.queued import to_device
 
 if TYPE_CHECKING:
     from vllm_omni.diffusion.worker.utils import StepRequestState
@@ -62,6 +63,8 @@ class Rollout:
 
     params: RolloutParams
     rows: list[Row]
+    latents: Tensor
+    """[n, ...] float32, at the step where the request stands."""
     cond: PromptEmbeds
     uncond: PromptEmbeds | None
     """None: no guidance for this request."""
@@ -120,7 +123,7 @@ class TextBatch:
             padded = torch.stack(embeds)
         else:
             padded = torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
-            valid = torch.tensor(lengths, device=padded.device)
+            valid = to_device(torch.tensor(lengths), padded.device)
             mask = torch.arange(max(lengths), device=padded.device) < valid[:, None]
         names = [name for name in prompts[0] if name not in ("prompt_embeds", "prompt_embeds_mask")]
         return cls(embeds=padded, mask=mask, extra={name: torch.stack([p[name] for p in prompts]) for name in names})
@@ -141,7 +144,7 @@ class Forward:
     def of(cls, rows: Sequence[int], prompts: Sequence[PromptEmbeds]) -> Forward:
         """The forward over `rows`, whose prompts are `prompts`."""
         run, device = range(rows[0], rows[0] + len(rows)), prompts[0]["prompt_embeds"].device
-        index = slice(run.start, run.stop) if list(rows) == list(run) else torch.tensor(rows, device=device)
+        index = slice(run.start, run.stop) if list(rows) == list(run) else to_device(torch.tensor(rows), device)
         return cls(rows=rows, index=index, prompts=prompts, text=TextBatch.collate(prompts))
 
     def __len__(self) -> int:
@@ -192,14 +195,14 @@ class RowBatch:
         self.size = (rollouts[0].params.height, rollouts[0].params.width)
         self.rows = [row for rollout in rollouts for row in rollout.rows]
         self.spans = _spans([len(rollout.rows) for rollout in rollouts])
-        self.latents = torch.cat([state.latents for state in states])
+        self.latents = torch.cat([rollout.latents for rollout in rollouts])
         device = self.latents.device
         self._steps = [state.step_index for state in states for _ in rollout_of(state).rows]
         self._lockstep = len(set(self._steps)) == 1
-        self._position = torch.tensor(self._steps, device=device)
+        self._position = to_device(torch.tensor(self._steps), device)
         self._order = torch.arange(len(self.rows), device=device)
         tables = [row.table for row in self.rows]
-        self._table = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True).to(device)
+        self._table = to_device(torch.nn.utils.rnn.pad_sequence(tables, batch_first=True), device)
 
         cond = [rollout.cond for rollout in rollouts for _ in rollout.rows]
         uncond = {
@@ -214,10 +217,10 @@ class RowBatch:
         self.guided: slice | Tensor = slice(None)
         """[G], the guided rows; a slice if all are."""
         if len(uncond) < len(cond):
-            self.guided = torch.tensor(list(uncond), dtype=torch.long, device=device)
+            self.guided = to_device(torch.tensor(list(uncond), dtype=torch.long), device)
         scales = [rollout.params.cfg_scale for rollout in rollouts for _ in rollout.rows]
         shape = (-1,) + (1,) * (self.latents.ndim - 1)
-        self.cfg_scale = torch.tensor([scales[i] for i in uncond], device=device).view(shape)
+        self.cfg_scale = to_device(torch.tensor([scales[i] for i in uncond]), device).view(shape)
 
     def stands_at(self, states: Sequence[StepRequestState]) -> bool:
         """Whether these very requests, at the steps where this batch left them, come next."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import StepCoefficients, ode_coefficients, sample_sde_window, sde_coefficients
 from verl_omni.pipelines.params import RequestError, RolloutParams
+from verl_omni.pipelines.queued import ahead_of_queue
 from verl_omni.pipelines.rows import Row
 
 NOISE = 1 + StepCoefficients._fields.index("noise")
@@ -28,13 +29,14 @@ class StepTables:
         """A row that will follow `params`; draws its window. Raises :class:`RequestError` if that does not fit."""
         steps = params.num_inference_steps
         try:
-            start, stop = sample_sde_window(
-                sde_window_size=params.sde_window_size,
-                sde_window_range=params.sde_window_range,
-                num_timesteps=steps,
-                generator=generator,
-                device=generator.device,
-            )
+            with ahead_of_queue(generator.device):
+                start, stop = sample_sde_window(
+                    sde_window_size=params.sde_window_size,
+                    sde_window_range=params.sde_window_range,
+                    num_timesteps=steps,
+                    generator=generator,
+                    device=generator.device,
+                )
         except ValueError as error:
             raise RequestError(str(error)) from None
         ode, sde = self._tables(steps, image_tokens, params.noise_level, params.sde_type)

@@ -139,9 +139,9 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         self.model_runner.pipeline.release()
 
     def count_host_syncs(self, on: bool) -> dict[str, int]:
-        """Start to count the denoising step's waits for the device; or stop, and tell. Steps are slower meanwhile."""
+        """Start to count the waits for the device; or stop, and tell. Requests are served more slowly meanwhile."""
         if on:
-            self._host_syncs = HostSyncs(self.model_runner.pipeline)
+            self._host_syncs = HostSyncs(self)
             self._host_syncs.start()
             return {}
         return self._host_syncs.stop()

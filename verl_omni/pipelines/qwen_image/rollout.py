@@ -16,6 +16,7 @@ from verl_omni.pipelines.hooks import Ids
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.queued import to_device
 from verl_omni.pipelines.qwen_image.frame_decoder import FrameDecoder
 from verl_omni.pipelines.qwen_image.fused import fuse
 from verl_omni.pipelines.qwen_image.rules import QwenImageRules, refuse_distilled
@@ -58,7 +59,7 @@ class QwenImageRollout(QwenImageRules, VllmOmniPipelineBase, QwenImagePipeline):
                 f"the prompt has {length} tokens after the template, above max_sequence_length={max_sequence_length}; "
                 f"shorten it, or raise max_sequence_length (at most {self.text_limit})"
             )
-        tokens = torch.tensor(ids, device=self.device)
+        tokens = to_device(torch.tensor(ids), self.device)
         hidden = self.text_encoder(
             input_ids=tokens, attention_mask=torch.ones_like(tokens), output_hidden_states=True
         ).hidden_states[-1][0, prefix:]

@@ -17,6 +17,7 @@ from verl_omni.pipelines.hooks import Ids
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.params import RequestError
 from verl_omni.pipelines.prompt_cache import PromptEmbeds
+from verl_omni.pipelines.queued import to_device
 from verl_omni.pipelines.rows import TextBatch
 from verl_omni.pipelines.sd3.fused import fuse
 from verl_omni.pipelines.sd3.rules import StableDiffusion3Rules
@@ -85,7 +86,7 @@ class StableDiffusion3Rollout(StableDiffusion3Rules, VllmOmniPipelineBase, Stabl
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, above {limit} {length}; shorten it or raise the limit"
             )
-        return torch.tensor([[*ids, *[pad] * (length - len(ids))]], device=self.device)
+        return to_device(torch.tensor([[*ids, *[pad] * (length - len(ids))]]), self.device)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         patch = self.patch_size * self.vae_scale_factor

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_omni.workers.rollout.request import RolloutSample
-from verl_omni.workers.rollout.wire import buckets, pack, pack_sample, unpack, unpack_sample
+from verl_omni.workers.rollout.request import RolloutError, RolloutSample
+from verl_omni.workers.rollout.wire import buckets, pack, pack_results, unpack, unpack_results
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
 
@@ -41,29 +41,46 @@ def test_what_was_not_packed_stays():
     assert unpack({"w": tensor})["w"] is tensor
 
 
-def test_a_sample_arrives_with_storage_of_its_own():
-    sample = RolloutSample(
-        request_id="r",
+def sample(request_id: str, embeds: torch.Tensor) -> RolloutSample:
+    return RolloutSample(
+        request_id=request_id,
         images=torch.randint(0, 255, (1, 3, 8, 8), dtype=torch.uint8),
         latents=None,
         trajectory_latents=torch.randn(1, 3, 4),
         trajectory_log_probs=torch.randn(1, 2),
         trajectory_timesteps=torch.rand(1, 2),
-        prompt_embeddings={"prompt_embeds": torch.randn(5, 4).bfloat16()},
+        prompt_embeddings={"prompt_embeds": embeds},
         sde_windows=[(0, 2)],
         seed=3,
         policy_version=9,
         peak_memory_mb=1.5,
         queue_wait_s=0.25,
     )
-    back = unpack_sample(sent(pack_sample(sample))[0])
+
+
+def test_a_sample_arrives_with_storage_of_its_own():
+    one = sample("r", torch.randn(5, 4).bfloat16())
+    (back,) = unpack_results(sent(pack_results([one]))[0])
     for name in ("images", "trajectory_latents", "trajectory_log_probs", "trajectory_timesteps"):
-        assert torch.equal(getattr(back, name), getattr(sample, name))
+        assert torch.equal(getattr(back, name), getattr(one, name))
         getattr(back, name).zero_()  # writable
-    assert torch.equal(back.prompt_embeddings["prompt_embeds"], sample.prompt_embeddings["prompt_embeds"])
+    assert torch.equal(back.prompt_embeddings["prompt_embeds"], one.prompt_embeddings["prompt_embeds"])
     assert back.latents is None and back.sde_windows == [(0, 2)]
     assert (back.request_id, back.seed, back.policy_version) == ("r", 3, 9)
     assert (back.peak_memory_mb, back.queue_wait_s) == (1.5, 0.25)
+
+
+def test_what_samples_share_is_sent_once_and_shared_again_and_errors_arrive_between_them():
+    shared = torch.randn(100, 50)
+    results = [sample("a", shared), RolloutError("b", "bad"), sample("c", shared.detach()), sample("d", shared.clone())]
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(pack_results(results), protocol=5, buffer_callback=buffers.append)
+    assert sum(memoryview(buffer).nbytes == shared.nbytes for buffer in buffers) == 2
+    a, b, c, d = unpack_results(sent(pack_results(results))[0])
+    assert str(b) == "request 'b': bad" and [r.request_id for r in (a, c, d)] == ["a", "c", "d"]
+    texts = [r.prompt_embeddings["prompt_embeds"] for r in (a, c, d)]
+    assert all(torch.equal(text, shared) for text in texts)
+    assert texts[0] is texts[1] and texts[0].data_ptr() != texts[2].data_ptr()
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 20))

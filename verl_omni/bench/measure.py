@@ -26,8 +26,9 @@ from verl_omni.workers.rollout.plan import RolloutMode, RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter
 
-_COUNTED = 8
-"""Requests of the burst in which waits for the device are counted; how many does not matter to a step."""
+_COUNTED = 16
+"""Requests of the burst in which waits for the device are counted: an adapter decodes as many at once at most, and for
+another number its VAE would be compiled once more."""
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class Timing:
         bench = self.bench
         if torch.cuda.is_available():
             await engine.call_worker("count_host_syncs", True)
-            await self.burst(self.requests(min(self.count, _COUNTED)))
+            await self.burst(self.requests(min(self.count, self.point.cap, _COUNTED)))
             counted = await engine.call_worker("count_host_syncs", False)
             self.result.syncs_per_step = counted["syncs"] / max(counted["steps"], 1)
         in_weights = self.point.lora_rank == 0 or bench.rollout.merge_lora

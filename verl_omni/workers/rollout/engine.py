@@ -122,6 +122,12 @@ class RolloutEngine:
         """
         return self._flights.fly_all(requests)
 
+    def generate_ready(
+        self, requests: Sequence[RolloutRequest]
+    ) -> AsyncGenerator[list[RolloutSample | RolloutError], None]:
+        """As :meth:`generate_all`, but yields together what finished since the last time, as batches do."""
+        return self._flights.fly_ready(requests)
+
     async def abort(self, request_ids: str | Iterable[str] | None = None) -> None:
         """End these requests (None: all) with a :class:`RolloutError` that is ``aborted``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,15 @@ class Flights:
 
     async def fly_all(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[RolloutSample | RolloutError, None]:
         """All at once, as one burst; yields each as it ends, a failed one as its error. Leaving it ends the rest."""
+        async with aclosing(self.fly_ready(requests)) as results:
+            async for ready in results:
+                for result in ready:
+                    yield result
+
+    async def fly_ready(
+        self, requests: Sequence[RolloutRequest]
+    ) -> AsyncGenerator[list[RolloutSample | RolloutError], None]:
+        """As :meth:`fly_all`, but yields together all that ended since the last time."""
         fresh = {request.request_id for request in requests} - self._flights.keys()
         burst = (uuid.uuid4().hex, len(fresh))
         # The engine's queue is first come, first served, and a batch ends where the image size changes. Nothing has
@@ -58,14 +68,25 @@ class Flights:
             size = tuple(edge if isinstance(edge, int) else None for edge in (request.height, request.width))
             by_size.setdefault(size, []).append(request)
         ordered = [request for group in by_size.values() for request in group]
-        tasks = [asyncio.create_task(self._settle(request, burst)) for request in ordered]
+        flying = {asyncio.create_task(self._settle(request, burst)) for request in ordered}
+        ended: asyncio.Queue[asyncio.Task[RolloutSample | RolloutError]] = asyncio.Queue()
+        for task in flying:
+            task.add_done_callback(ended.put_nowait)
+
+        async def ready() -> list[RolloutSample | RolloutError]:
+            tasks = [await ended.get()]
+            while not ended.empty():
+                tasks.append(ended.get_nowait())
+            flying.difference_update(tasks)  # which hold the samples
+            return [task.result() for task in tasks]
+
         try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
+            while flying:
+                yield await ready()
         finally:
-            for task in tasks:
+            for task in flying:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*flying, return_exceptions=True)
 
     async def end(self, reason: str, request_ids: Iterable[str] | None = None, *, timeout: float | None = None) -> None:
         """End these requests (None: all) with RolloutError(`reason`), and wait, `timeout` seconds at most.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl_omni.workers.config import ConfigError
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.server import RolloutServer, ServerSettings, server_name
-from verl_omni.workers.rollout.wire import unpack_sample
+from verl_omni.workers.rollout.wire import unpack_results
 
 if TYPE_CHECKING:
     import ray
@@ -110,8 +110,8 @@ class ServerHandle:
         stream = self._actor.generate_group.remote(requests)
         try:
             async for reference in stream:
-                result = await reference
-                yield result if isinstance(result, RolloutError) else unpack_sample(result)
+                for result in unpack_results(await reference):
+                    yield result
         except ray.exceptions.RayError as error:
             raise self._told(error) from getattr(error, "cause", None)
         except (asyncio.CancelledError, GeneratorExit):

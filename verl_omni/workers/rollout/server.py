@@ -24,7 +24,7 @@ from verl_omni.workers.rollout.launch import START_TIMEOUT, import_engine
 from verl_omni.workers.rollout.plan import RolloutPlan
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest, RolloutSample
 from verl_omni.workers.rollout.staging import LoraAdapter, WeightsFile, in_thread, remove_staged, staged_weights
-from verl_omni.workers.rollout.wire import PackedTensor, pack_sample, unpack
+from verl_omni.workers.rollout.wire import PackedTensor, pack_results, unpack
 
 if TYPE_CHECKING:
     import ray
@@ -98,15 +98,16 @@ class RolloutServer:
 
     async def generate_group(
         self, requests: Sequence[RolloutRequest]
-    ) -> AsyncGenerator[RolloutSample | RolloutError, None]:
-        """Submit `requests`, of one group or of many, as one burst; gives each result as it finishes.
+    ) -> AsyncGenerator[list[RolloutSample | RolloutError], None]:
+        """Submit `requests`, of one group or of many, as one burst; gives the results as they finish.
 
-        Samples come packed, for :func:`~verl_omni.workers.rollout.wire.unpack_sample`. A request that fails gives its
-        error. Cancelling the task in Ray aborts what has not finished.
+        Those that have finished by the time the ones before were sent come together, packed, for
+        :func:`~verl_omni.workers.rollout.wire.unpack_results`. A request that fails gives its error. Cancelling the
+        task in Ray aborts what has not finished.
         """
-        async with aclosing(self._engine.generate_all(requests)) as results:
-            async for result in results:
-                yield result if isinstance(result, RolloutError) else pack_sample(result)
+        async with aclosing(self._engine.generate_ready(requests)) as results:
+            async for ready in results:
+                yield pack_results(ready)
 
     async def abort_all_requests(self) -> None:
         """End all requests in flight as aborted."""

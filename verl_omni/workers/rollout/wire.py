@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from verl_omni.workers.rollout.request import RolloutSample
+    from verl_omni.workers.rollout.request import RolloutError, RolloutSample
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,34 @@ def buckets(tensors: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-def pack_sample(sample: RolloutSample) -> RolloutSample:
-    """`sample` with its tensors packed; to be sent to :func:`unpack_sample`."""
-    return _mapped(sample, _pack)
+def pack_results(results: Sequence[RolloutSample | RolloutError]) -> list[RolloutSample | RolloutError]:
+    """`results` with all tensors packed, to be sent together to :func:`unpack_results`.
+
+    A tensor that several samples share, as those of a prompt do the embeddings, is sent once.
+    """
+    return _changed(results, _pack)
 
 
-def unpack_sample(sample: RolloutSample) -> RolloutSample:
-    """What :func:`pack_sample` was given; the tensors have storage of their own."""
-    return _mapped(sample, lambda item: _unpack(item).clone())
+def unpack_results(results: Sequence[RolloutSample | RolloutError]) -> list[RolloutSample | RolloutError]:
+    """What :func:`pack_results` was given; shared is what was shared, all else has storage of its own."""
+    return _changed(results, lambda item: _unpack(item).clone())
+
+
+def _changed(results: Sequence[RolloutSample | RolloutError], change: Any) -> list[Any]:
+    """`results` with every tensor of the samples, packed or not, changed; each once."""
+    made: dict[Hashable, Any] = {}
+
+    def once(item: Tensor | PackedTensor) -> Any:
+        # The engine gives each sample tensor objects of its own, some of them over the same memory.
+        of = id(item) if isinstance(item, PackedTensor) else (item.data_ptr(), item.dtype, item.shape, item.stride())
+        if of not in made:
+            made[of] = change(item)
+        return made[of]
+
+    return [result if isinstance(result, Exception) else _mapped(result, once) for result in results]
 
 
 def _mapped(sample: RolloutSample, change: Any) -> RolloutSample:
-    """A copy of `sample` with every tensor, packed or not, changed."""
     changed: dict[str, Any] = {}
     for knob in dataclasses.fields(sample):
         value = getattr(sample, knob.name)

@@ -90,6 +90,7 @@ async def test_each_server_has_a_gpu_where_there_are_some_and_ray_is_started_unl
     monkeypatch.setattr("ray.is_initialized", lambda: running)
     monkeypatch.setattr("ray.init", lambda **given: rays.append(given))
     settings: Any = object()
+    servers.prepare_for_ray()
     await Servers.start(settings, 300)
     assert started == [(settings, [Placement(num_cpus=1, num_gpus=int(cuda))] * 300)]
     assert prepared == [("cuda" if cuda else "cpu", True)]

@@ -42,6 +42,12 @@ def test_a_sample_pickles_to_the_bytes_of_its_own_rows(engine, run, ask):
         assert len(pickle.dumps(sample)) < sum(tensor.nbytes for tensor in tensors) + 500 * len(tensors)
 
 
+def test_samples_of_a_prompt_share_its_embeddings_unless_they_come_from_another_process(engine, kind, run, ask):
+    samples = run(collect(engine, [ask(str(i), seed=i) for i in range(CAP)])).values()
+    addresses = {sample.prompt_embeddings["prompt_embeds"].data_ptr() for sample in samples}
+    assert len(addresses) == (1 if kind.executor == "uni" else CAP)
+
+
 def test_latents_instead_of_pixels(engine, run, ask):
     sample = run(engine.generate(ask("latent", output_type="latent")))
     assert sample.images is None and sample.latents.dtype == torch.float32

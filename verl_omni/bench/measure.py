@@ -64,7 +64,7 @@ class Run:
     peak_memory_mb: float | None = None
     """The highest of any request and replica, MiB; None: not known, as on a CPU the engines of a process share one."""
     syncs_per_step: float | None = None
-    """Waits for the device in one denoising step; None: not counted."""
+    """Waits for the device while a small burst is served, over its denoising steps; None: not counted."""
     log_prob_gap: dict[str, dict[str, list[float]]] | None = None
     """See :func:`~verl_omni.bench.log_prob_gap.log_prob_gap`; None: not looked at."""
     problem: str | None = None
@@ -210,8 +210,10 @@ class Timing:
         bench = self.bench
         if torch.cuda.is_available():
             await engine.call_worker("count_host_syncs", True)
-            await self.burst(self.requests(min(self.count, self.point.cap, _COUNTED)))
-            counted = await engine.call_worker("count_host_syncs", False)
+            try:
+                await self.burst(self.requests(min(self.count, self.point.cap, _COUNTED)))
+            finally:  # what is timed next must not be counted
+                counted = await engine.call_worker("count_host_syncs", False)
             self.result.syncs_per_step = counted["syncs"] / max(counted["steps"], 1)
         in_weights = self.point.lora_rank == 0 or bench.rollout.merge_lora
         if bench.log_prob_gap and in_weights and not self.is_staggered:

@@ -66,8 +66,7 @@ def prepare_for_ray() -> None:
 
 
 def start_ray(replicas: int) -> None:
-    """Start a Ray of this process's own unless one runs."""
-    prepare_for_ray()
+    """Start a Ray of this process's own unless one runs; after :func:`prepare_for_ray`."""
     import ray
 
     if not ray.is_initialized():

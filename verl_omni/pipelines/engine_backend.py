@@ -212,7 +212,7 @@ class RolloutRequestScheduler(_RolloutScheduling, RequestScheduler):
 
 
 class RolloutDiffusionEngine(ClosingEngine):
-    """The stock engine with the schedulers, hooks and executor of its module."""
+    """The stock engine with the schedulers, hooks and executor of its module, and a runner of ours."""
 
     default_diffusion_model_runner_cls = "verl_omni.pipelines.runner.RolloutModelRunner"
 

@@ -1,4 +1,4 @@
-"""How often a worker waits for the device while it serves requests: the GPU has nothing to do for a moment then."""
+"""How often a worker waits for the device while it serves requests: the GPU idles where that drains its queue."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def ahead_of_queue(device: torch.device) -> Iterator[None]:
-    """What is launched inside on `device` runs beside the queue: to be read there, and not to read the queue's."""
+    """What is launched inside runs beside the queue of `device`.
+
+    It must not use tensors that the queue still computes, and what it makes is to be read inside.
+    """
     if device.type != "cuda":
         yield
         return

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
-from vllm_omni.diffusion.worker.utils import RunnerOutput, StepRequestState
+from vllm_omni.diffusion.worker.utils import (
+    RunnerOutput,
+    StepRequestState,
+    clear_pipeline_stage_durations,
+    consume_pipeline_stage_durations,
+    merge_stage_durations,
+)
 
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutModelRunner(DiffusionModelRunner):
@@ -40,10 +49,16 @@ class RolloutModelRunner(DiffusionModelRunner):
             if state.request_id in new:
                 try:
                     self._initialize_generator(state.sampling)
+                    clear_pipeline_stage_durations(self.pipeline)
                     self.pipeline.prepare_encode(state)
+                    merge_stage_durations(state, consume_pipeline_stage_durations(self.pipeline))
                 except Exception as error:
                     self.state_cache.pop(state.request_id, None)
+                    logger.error("request %s could not be prepared: %s", state.request_id, error)
                     failed[state.request_id] = RunnerOutput(
-                        request_id=state.request_id, finished=True, result=DiffusionOutput.from_exception(error)
+                        request_id=state.request_id,
+                        step_index=state.step_index,
+                        finished=True,
+                        result=DiffusionOutput.from_exception(error),
                     )
         return failed

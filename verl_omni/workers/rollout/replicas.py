@@ -1,7 +1,7 @@
 """Several rollout servers as one, from the driver's side.
 
 The groups of a step are dealt out up front (:mod:`~verl_omni.workers.rollout.spread`) and each server gets its share in
-one call, so that its engine fills its batches from the first step on; results come back one by one.
+one call, so that its engine fills its batches from the first step on; results come back as they finish.
 
 A server whose process or engine dies is replaced (:mod:`~verl_omni.workers.rollout.fleet`), and what it was doing is
 done again (:mod:`~verl_omni.workers.rollout.bursts`).

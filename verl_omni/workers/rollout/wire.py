@@ -81,7 +81,7 @@ def _changed(results: Sequence[RolloutSample | RolloutError], change: Any) -> li
     made: dict[Hashable, Any] = {}
 
     def once(item: Tensor | PackedTensor) -> Any:
-        # The engine gives each sample tensor objects of its own, some of them over the same memory.
+        # An engine in this process gives each sample tensor objects of its own, some of them over the same memory.
         of = id(item) if isinstance(item, PackedTensor) else (item.data_ptr(), item.dtype, item.shape, item.stride())
         if of not in made:
             made[of] = change(item)

@@ -16,6 +16,8 @@ Burst = tuple[str, int]
 Trajectory = Callable[[RolloutRequest, Burst | None], Coroutine[Any, Any, RolloutSample]]
 """Makes the sample of a request. Raises :class:`RolloutError`; when cancelled, it ends the request in the engine."""
 
+Settling = asyncio.Task[RolloutSample | RolloutError]
+
 
 @dataclass
 class _Flight:
@@ -68,10 +70,8 @@ class Flights:
             size = tuple(edge if isinstance(edge, int) else None for edge in (request.height, request.width))
             by_size.setdefault(size, []).append(request)
         ordered = [request for group in by_size.values() for request in group]
-        flying = {asyncio.create_task(self._settle(request, burst)) for request in ordered}
-        ended: asyncio.Queue[asyncio.Task[RolloutSample | RolloutError]] = asyncio.Queue()
-        for task in flying:
-            task.add_done_callback(ended.put_nowait)
+        ended: asyncio.Queue[Settling] = asyncio.Queue()
+        flying = {self._start(request, burst, ended) for request in ordered}
 
         async def ready() -> list[RolloutSample | RolloutError]:
             tasks = [await ended.get()]
@@ -101,6 +101,11 @@ class Flights:
                 flight.task.cancel()
         if flights:
             await asyncio.wait([flight.task for flight in flights], timeout=timeout)
+
+    def _start(self, request: RolloutRequest, burst: Burst, ended: asyncio.Queue[Settling]) -> Settling:
+        task = asyncio.create_task(self._settle(request, burst))
+        task.add_done_callback(ended.put_nowait)
+        return task
 
     async def _settle(self, request: RolloutRequest, burst: Burst) -> RolloutSample | RolloutError:
         try:

@@ -92,9 +92,9 @@ async def test_each_server_has_a_gpu_where_there_are_some_and_ray_is_started_unl
     settings: Any = object()
     servers.prepare_for_ray()
     await Servers.start(settings, 300)
-    assert started == [(settings, [Placement(num_cpus=1, num_gpus=int(cuda))] * 300)]
+    assert started == [(settings, [Placement(num_cpus=0, num_gpus=int(cuda))] * 300)]
     assert prepared == [("cuda" if cuda else "cpu", True)]
-    assert [(ray["address"], ray["num_cpus"]) for ray in rays] == ([] if running else [("local", 300)])
+    assert [ray["address"] for ray in rays] == ([] if running else ["local"])
 
 
 class Waiting(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
@@ -29,8 +28,9 @@ class Servers:
     @classmethod
     async def start(cls, settings: ServerSettings, replicas: int) -> Servers:
         """Start them, each on a GPU of its own where there are GPUs; Ray too if it does not run."""
-        start_ray(replicas)
-        placement = Placement(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)
+        start_ray()
+        # No CPUs: Ray would let no more servers start than it counted when it was started, for another point.
+        placement = Placement(num_cpus=0, num_gpus=1 if torch.cuda.is_available() else 0)
         return cls(await RolloutReplicas.start(settings, [placement] * replicas))
 
     async def generate(self, request: RolloutRequest) -> RolloutSample:
@@ -65,12 +65,9 @@ def prepare_for_ray() -> None:
     prepare_process("cuda" if torch.cuda.is_available() else "cpu", own_ray=True)
 
 
-def start_ray(replicas: int) -> None:
+def start_ray() -> None:
     """Start a Ray of this process's own unless one runs; after :func:`prepare_for_ray`."""
     import ray
 
     if not ray.is_initialized():
-        cpus = max(os.cpu_count() or 1, replicas)
-        ray.init(
-            address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING
-        )
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 
 from verl_omni.bench import full_size
 from verl_omni.bench.cli import main
-from verl_omni.pipelines.worker_extension import RolloutWorkerExtension
 from verl_omni.testing import tiny_models
 from verl_omni.trainer.rollout_setup import resolve_rollout
 from verl_omni.workers.config import DiffusionModelConfig, DiffusionPipelineConfig, DiffusionRolloutConfig
@@ -69,28 +67,6 @@ def test_each_row_tells_its_batches_encodes_stages_and_repeats(record: dict[str,
         assert row["stage_s"]["denoise"] > 0 and row["mfu"] > 0
         assert row["peak_memory_gib"] is None or torch.cuda.is_available()  # engines of one process share its peak
         assert row["syncs_per_step"] is None and row["lora_rank"] == RANK
-
-
-def test_the_worker_counts_host_syncs_when_it_is_told_to():
-    worker = StillWorker()
-    assert RolloutWorkerExtension.count_host_syncs(worker, True) == {}  # type: ignore[arg-type]
-    assert worker.execute_stepwise() == "done"
-    assert RolloutWorkerExtension.count_host_syncs(worker, False) == {"syncs": 0, "steps": 1}  # type: ignore[arg-type]
-
-
-class StillWorker:
-    def __init__(self) -> None:
-        self.model_runner = SimpleNamespace(pipeline=StillPipeline())
-
-    def execute_stepwise(self) -> str:
-        return self.model_runner.pipeline.denoise_step()
-
-    execute_model = execute_model_batch = execute_stepwise
-
-
-class StillPipeline:
-    def denoise_step(self) -> str:
-        return "done"
 
 
 def test_the_plot_shows_both_modes_and_its_folder_is_made(written: Path):

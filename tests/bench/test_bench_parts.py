@@ -17,6 +17,7 @@ from verl_omni.bench.random_lora import random_lora
 from verl_omni.bench.servers import Servers
 from verl_omni.bench.workload import Workload
 from verl_omni.pipelines.host_syncs import HostSyncs
+from verl_omni.pipelines.worker_extension import RolloutWorkerExtension
 from verl_omni.workers.config.lora import check_lora_adapter
 from verl_omni.workers.rollout.handle import Placement
 from verl_omni.workers.rollout.request import RolloutError, RolloutRequest
@@ -97,12 +98,17 @@ async def test_each_server_has_a_gpu_where_there_are_some_and_ray_is_started_unl
     assert [ray["address"] for ray in rays] == ([] if running else ["local"])
 
 
+def wait() -> None:
+    """Wait for the device, as torch tells it."""
+    warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+
+
 class Waiting(nn.Module):
-    """A pipeline whose step waits for the device `waits` times, as torch tells it."""
+    """A pipeline whose step waits for the device `waits` times."""
 
     def denoise_step(self, waits: int, *, states: None = None) -> int:
         for _ in range(waits):
-            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+            wait()
         warnings.warn("something else", UserWarning, stacklevel=1)
         return waits
 
@@ -114,7 +120,7 @@ class Worker:
         self.model_runner = SimpleNamespace(pipeline=Waiting())
 
     def execute_stepwise(self, waits: int) -> int:
-        warnings.warn("called a synchronizing CUDA operation (Triggered internally)", UserWarning, stacklevel=1)
+        wait()
         return self.model_runner.pipeline.denoise_step(waits, states=None)
 
     execute_model = execute_stepwise
@@ -142,3 +148,10 @@ def test_a_step_that_fails_is_counted_too():
     with pytest.raises(TypeError):
         worker.execute_stepwise("two")  # type: ignore[arg-type]
     assert syncs.stop() == {"syncs": 1, "steps": 1}
+
+
+def test_the_worker_counts_host_syncs_when_it_is_told_to():
+    worker: Any = Worker()
+    assert RolloutWorkerExtension.count_host_syncs(worker, True) == {}
+    assert worker.execute_stepwise(0) == 0
+    assert RolloutWorkerExtension.count_host_syncs(worker, False) == {"syncs": 1, "steps": 1}

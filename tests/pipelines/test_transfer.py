@@ -28,8 +28,10 @@ def row(steps: list[int], shape: tuple[int, ...] = (2, 3)) -> Row:
 def rollout(*rows: Row, size: int = 4, dtype: torch.dtype = torch.uint8) -> Rollout:
     media = torch.randint(0, 9, (len(rows), 3, size, size)).to(dtype)
     finite = torch.rand(len(rows)) > 0.5
-    own = {"params": SimpleNamespace(), "rows": list(rows), "latents": torch.empty(len(rows), 0)}
-    return Rollout(**own, cond={}, uncond=None, media=media, finite=finite)
+    latents = torch.empty(len(rows), 0)
+    return Rollout(
+        params=SimpleNamespace(), rows=list(rows), latents=latents, cond={}, uncond=None, media=media, finite=finite
+    )
 
 
 def move(rollouts: list[Rollout]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from vllm_omni.diffusion.data import DiffusionOutput
@@ -37,28 +37,27 @@ class RolloutModelRunner(DiffusionModelRunner):
                 states, new_request_ids
             )
             return prepared
-        failed = self._prepare(states, set(new_request_ids))
+        failed = self._prepare(state for state in states if state.request_id in new_request_ids)
         ready = [state for state in states if state.request_id not in failed]
         ready, batch, _ = super()._prepare_batch_inputs(ready, [])
         return ready, batch, list(failed.values())
 
-    def _prepare(self, states: Iterable[StepRequestState], new: Collection[str]) -> dict[str, RunnerOutput]:
-        """Prepare those of `states` that are `new`; the outputs of those that failed, by id."""
+    def _prepare(self, states: Iterable[StepRequestState]) -> dict[str, RunnerOutput]:
+        """Prepare new `states`; the outputs of those that failed, by id."""
         failed = {}
         for state in states:
-            if state.request_id in new:
-                try:
-                    self._initialize_generator(state.sampling)
-                    clear_pipeline_stage_durations(self.pipeline)
-                    self.pipeline.prepare_encode(state)
-                    merge_stage_durations(state, consume_pipeline_stage_durations(self.pipeline))
-                except Exception as error:
-                    self.state_cache.pop(state.request_id, None)
-                    logger.error("request %s could not be prepared: %s", state.request_id, error)
-                    failed[state.request_id] = RunnerOutput(
-                        request_id=state.request_id,
-                        step_index=state.step_index,
-                        finished=True,
-                        result=DiffusionOutput.from_exception(error),
-                    )
+            try:
+                self._initialize_generator(state.sampling)
+                clear_pipeline_stage_durations(self.pipeline)
+                self.pipeline.prepare_encode(state)
+                merge_stage_durations(state, consume_pipeline_stage_durations(self.pipeline))
+            except Exception as error:
+                self.state_cache.pop(state.request_id, None)
+                logger.error("request %s could not be prepared: %s", state.request_id, error)
+                failed[state.request_id] = RunnerOutput(
+                    request_id=state.request_id,
+                    step_index=state.step_index,
+                    finished=True,
+                    result=DiffusionOutput.from_exception(error),
+                )
         return failed

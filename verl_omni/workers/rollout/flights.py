@@ -15,8 +15,8 @@ Burst = tuple[str, int]
 """Id and size of a burst, see ``engine_backend``."""
 Trajectory = Callable[[RolloutRequest, Burst | None], Coroutine[Any, Any, RolloutSample]]
 """Makes the sample of a request. Raises :class:`RolloutError`; when cancelled, it ends the request in the engine."""
-
 Settling = asyncio.Task[RolloutSample | RolloutError]
+"""A request of a burst on its way to what is yielded for it."""
 
 
 @dataclass

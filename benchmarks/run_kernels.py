@@ -9,6 +9,7 @@ Shapes are those of Qwen-Image at 512², SD3.5-medium at 384², and odd ones. Er
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_omni.pipelines.fused.add_lora import add_lora
 from verl_omni.pipelines.fused.join_qkv import Rotation, join_qkv
 from verl_omni.pipelines.fused.linear_gelu import linear_gelu
 from verl_omni.pipelines.fused.modulate import modulate
@@ -28,6 +30,13 @@ JOINED = {"Qwen-Image": (4, 64, 1024, 128, True), "SD3.5": (8, 333, 576, 64, Fal
 """Name → rows, text tokens, image tokens, width of a head, rotated."""
 MODULATED = {"Qwen-Image": (4, 1024, 3072, 1, 1), "SD3.5": (8, 576, 1536, 2, 2), "odd": (3, 7, 96, 0, 2)}
 """Name → rows, tokens, width, residuals, modulations."""
+WITH_LORA = {
+    "Qwen-Image, q k v": (4352, 3072, 3072, 3, 64, False),
+    "SD3.5, q k v": (7272, 1536, 1536, 3, 64, False),
+    "SD3.5, up": (7272, 1536, 6144, 1, 64, True),
+    "odd": (77, 96, 200, 2, 8, False),
+}
+"""Name → tokens, inputs, outputs of a part, parts, rank, activated."""
 
 
 def error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -59,12 +68,12 @@ def compare(name: str, operator: str, call: Callable[..., Any], arguments: Seque
             return Rotation(*(cast(item, dtype) for item in value))
         return type(value)(cast(item, dtype) for item in value) if isinstance(value, (list, tuple)) else value
 
-    results = call(*arguments)
     exact = call(*cast(list(arguments), torch.float64))
     plain = call(*cast(list(arguments), None))
+    results = call(*arguments)
     moved = sum(t.nbytes for t in _tensors([*arguments, *results]))
+    on_host = [result.cpu() for result in results]  # before the next call: some work in place
     took = milliseconds(lambda: call(*arguments))
-    on_host = [result.cpu() for result in results]
     return {
         "operator": operator,
         "shape": name,
@@ -74,6 +83,10 @@ def compare(name: str, operator: str, call: Callable[..., Any], arguments: Seque
         "ms": took,
         "gb_per_s": moved / took / 1e6,
     }
+
+
+def with_lora(out: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], activated: bool) -> list[Tensor]:
+    return [add_lora(out, x, a, b, [i * len(b[0]) for i in range(len(b))], gelu=activated)]
 
 
 def _tensors(values: Any) -> Any:
@@ -103,6 +116,11 @@ def cases(dtype: torch.dtype) -> list[dict[str, Any]]:
         rows.append(
             compare(name, "modulate", lambda *a: modulate(*a, eps=EPS)[not a[2] :], (draw(b, n, width), pairs, added))
         )
+    for name, (n, inputs, width, parts, rank, activated) in WITH_LORA.items():
+        a = [draw(rank, inputs) * inputs**-0.5 for _ in range(parts)]
+        b = [draw(width, rank) * rank**-0.5 for _ in range(parts)]
+        arguments = (draw(n, parts * width), draw(n, inputs), a, b)
+        rows.append(compare(name, "add_lora", functools.partial(with_lora, activated=activated), arguments))
     x, weight, bias = draw(4096, 1536), draw(6144, 1536) * 0.02, draw(6144)
     rows.append(compare("SD3.5", "linear_gelu", lambda *a: [linear_gelu(*a)], (x, weight, bias)))
     return rows

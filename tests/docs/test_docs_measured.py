@@ -72,6 +72,22 @@ def test_the_page_shows_each_record_with_the_command_that_made_it(name: str):
         pytest.fail(f"paste into a section of {PERF.name}:\n\n{together}", pytrace=False)
 
 
+def kernel_table() -> str:
+    head = ("operator", "shape", "dtype", "error", "error in torch", "ms", "GB/s")
+    rows = [
+        (row["operator"], row["shape"], row["dtype"], f"{row['error']:.1e}", f"{row['error_of_torch']:.1e}")
+        + (f"{row['ms']:.3f}", f"{row['gb_per_s']:.0f}")
+        for row in record("gpu_kernels.json")["kernels"]
+    ]
+    return markdown(head, *rows)
+
+
+def test_the_table_of_the_fused_operators_is_that_of_its_record():
+    measured = record("gpu_kernels.json")
+    assert f"```bash\n{measured['command']}\n```" in PERF.read_text()
+    assert kernel_table() in PERF.read_text(), kernel_table()
+
+
 def shown_command(measured: dict[str, Any]) -> str:
     """The command of a record, on lines that fit the page; an option stays with its values."""
     options = re.sub(r" (?!--)", "\0", measured["command"])

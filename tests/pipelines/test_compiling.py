@@ -87,17 +87,16 @@ def test_blocks_with_a_lora_are_whole_graphs_and_the_next_lora_takes_them_over(c
     from vllm.lora.request import LoRARequest
 
     engine, model = compiled
-    manager = engine.worker.lora_manager
-    activate = manager.set_active_adapter
-    monkeypatch.setattr(manager, "set_active_adapter", lambda *_, **__: None)  # else each request brings its own
     config = json.loads((model / "transformer" / "config.json").read_text())
     lora = random_lora(config, 4, torch.bfloat16)
     graphs = []
     for version in (1, 2):
         with staged_lora(lora, engine.pipeline.lora_key_map) as folder:
-            activate(LoRARequest(f"policy-{version}", version, str(folder)))
+            engine.worker.load_lora(LoRARequest(f"policy-{version}", version, str(folder)))
         torch._dynamo.utils.counters["graph_break"].clear()
-        assert not isinstance(engine.run(*(ask(f"policy {version}, {i}") for i in range(4)))[0], Exception)
+        with monkeypatch.context() as patch:  # else each request brings its own
+            patch.setattr(engine.worker.lora_manager, "set_active_adapter", lambda *_, **__: None)
+            assert not isinstance(engine.run(*(ask(f"policy {version}, {i}") for i in range(4)))[0], Exception)
         assert not torch._dynamo.utils.counters["graph_break"]
         graphs.append(engine.pipeline.read_stats(reset=True).compiled_graphs)
     assert graphs[0] > 0 and graphs[1] == 0

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from verl_omni.pipelines.fused.add_lora import add_lora
 from verl_omni.pipelines.fused.join_qkv import Rotation, join_qkv
 from verl_omni.pipelines.fused.linear_gelu import linear_gelu
 from verl_omni.pipelines.fused.modulate import modulate
@@ -79,8 +80,34 @@ def test_a_linear_layer_with_its_gelu_is_that_of_the_formula():
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     y = x.double() @ weight.double().T + bias.double()
-    exact = 0.5 * y * (1 + (math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)).tanh())
-    torch.testing.assert_close(linear_gelu(x, weight, bias).double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(linear_gelu(x, weight, bias).double(), gelu(y), rtol=1e-5, atol=1e-5)
+
+
+def gelu(y: Tensor) -> Tensor:
+    return 0.5 * y * (1 + (math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)).tanh())
+
+
+@given(
+    tokens=st.integers(1, 5),
+    rank=st.integers(1, 5),
+    parts=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3),
+    activate=st.booleans(),
+)
+def test_a_lora_is_added_to_its_columns_as_in_the_formula(tokens, rank, parts, activate):
+    torch.manual_seed(tokens)
+    activate &= len(parts) == 1 and parts[0][1]
+    x, out = torch.randn(tokens, 6), torch.randn(tokens, sum(width for width, _ in parts))
+    exact, a, b, starts, start = out.double(), [], [], [], 0
+    for width, has_lora in parts:
+        if has_lora:
+            a.append(torch.randn(rank, 6))
+            b.append(torch.randn(width, rank))
+            starts.append(start)
+            exact[:, start : start + width] += x.double() @ a[-1].double().T @ b[-1].double().T
+        start += width
+    if a:
+        out = add_lora(out, x, a, b, starts, gelu=activate)
+    torch.testing.assert_close(out.double(), gelu(exact) if activate else exact, rtol=1e-5, atol=1e-5)
 
 
 def test_operators_tell_the_compiler_their_shapes_and_strides():

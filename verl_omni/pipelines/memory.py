@@ -55,7 +55,7 @@ def block_bytes(*, width: int, feed_forward: int, tokens: int, element_bytes: in
       tokens of q, k, v and of the output (4), and the output (1).
     - in the MLP 5, and 3 of `feed_forward`: the residual streams as they came, which the caller holds, and after
       attention (2), both modulated forms (2), the output of attention (1); the hidden layer as a matrix product, the
-      LoRA's, and their sum (3), then before and after the activation (2).
+      LoRA's, and their sum (3; the sum is in place in layers that run fused), then before and after the activation (2).
 
     A compiled block holds less, as does one without LoRA or mask: down to about half. Not counted are modulation
     ([B, width]), rotary tables, and scores of an attention kernel that writes them out.

@@ -27,6 +27,7 @@ from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExte
 from vllm_omni.diffusion.worker.utils import StepRequestState
 from vllm_omni.platforms import current_omni_platform
 
+from verl_omni.pipelines.fused.layers import fuse_loras
 from verl_omni.pipelines.host_syncs import HostSyncs
 from verl_omni.pipelines.merged_lora import LoraSlot, MergedLora, check_mergeable, read_parts
 from verl_omni.pipelines.rendezvous import join_on_loopback
@@ -86,6 +87,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         except Exception as error:
             manager.remove_adapter(lora_request.lora_int_id)
             raise ValueError(f"the LoRA does not fit the model: {error}") from error
+        fuse_loras(manager._lora_modules.values())
 
     def check_merging(self) -> None:
         """Raises ValueError if no LoRA can be merged into the weights of this model."""

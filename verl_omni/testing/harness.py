@@ -15,6 +15,7 @@ from torch import Tensor
 from verl_omni.pipelines.model_base import VllmOmniPipelineBase
 from verl_omni.pipelines.rescore import step_log_probs
 from verl_omni.pipelines.rows import rollout_of
+from verl_omni.workers.rollout.launch import ENGINE_BACKEND, WORKER_EXTENSION
 from verl_omni.workers.rollout.plan import RolloutMode
 from verl_omni.workers.rollout.request import RolloutRequest
 
@@ -54,7 +55,8 @@ class AdapterEngine:
             distributed_executor_backend="uni",
             step_execution=mode is RolloutMode.STEP_WISE,
             max_num_seqs=1 if mode is RolloutMode.SERIAL else CAP,
-            engine_backend="verl_omni.pipelines.engine_backend.RolloutDiffusionEngine",
+            engine_backend=ENGINE_BACKEND,
+            worker_extension_cls=WORKER_EXTENSION,
             custom_pipeline_args={"pipeline_class": f"{adapter.__module__}.{adapter.__qualname__}"},
         )
         config.enrich_config()

@@ -1,4 +1,4 @@
-"""Qwen-Image's transformer blocks with fewer passes over memory. Shapes as in :mod:`~verl_omni.pipelines.fused`."""
+"""Qwen-Image's transformer blocks with fewer passes over memory; shapes as in its part ``join_qkv``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
 from vllm_omni.diffusion.models.qwen_image import qwen_image_transformer as stock
 
-from verl_omni.pipelines.fused import FusedGELU, reclass
 from verl_omni.pipelines.fused.join_qkv import Rotation, join_qkv
+from verl_omni.pipelines.fused.layers import FusedGELU, reclass
 from verl_omni.pipelines.fused.modulate import modulate
 
 

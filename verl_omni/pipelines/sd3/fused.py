@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm_omni.diffusion.models.sd3 import sd3_transformer as stock
 
-from verl_omni.pipelines.fused import FusedGELU, reclass
 from verl_omni.pipelines.fused.join_qkv import join_qkv
+from verl_omni.pipelines.fused.layers import FusedGELU, reclass
 from verl_omni.pipelines.fused.modulate import modulate
 
 

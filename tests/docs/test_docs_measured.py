@@ -85,6 +85,11 @@ def test_the_table_of_the_fused_operators_is_that_of_its_record():
     assert kernel_table() in PERF.read_text(), kernel_table()
 
 
+@pytest.mark.parametrize("row", record("gpu_kernels.json")["kernels"], ids=lambda r: f"{r['operator']} {r['shape']}")
+def test_the_fused_operators_were_exact_on_the_gpu(row):
+    assert row["error"] < (1.2 * row["error_of_torch"] if row["dtype"] == "bfloat16" else 32 * 2**-23)
+
+
 def shown_command(measured: dict[str, Any]) -> str:
     """The command of a record, on lines that fit the page; an option stays with its values."""
     options = re.sub(r" (?!--)", "\0", measured["command"])

@@ -39,9 +39,9 @@ def out_of_memory(message="CUDA out of memory. Tried to allocate 2.00 GiB.\nMore
 
 
 def test_the_forecast_grows_with_tokens_and_bytes_and_takes_the_larger_of_attention_and_mlp():
-    wide = block_bytes(width=64, feed_forward=256, tokens=10, element_bytes=2)
-    assert wide == 10 * 2 * (5 * 64 + 3 * 256)
-    assert block_bytes(width=64, feed_forward=256, tokens=30, element_bytes=4) == 6 * wide
+    wide = block_bytes(width=64, feed_forward=512, tokens=10, element_bytes=2)
+    assert wide == 10 * 2 * (5 * 64 + 2 * 512)
+    assert block_bytes(width=64, feed_forward=512, tokens=30, element_bytes=4) == 6 * wide
     assert block_bytes(width=64, feed_forward=64, tokens=10, element_bytes=2) == 10 * 2 * 15 * 64
 
 

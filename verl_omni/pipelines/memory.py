@@ -53,14 +53,14 @@ def block_bytes(*, width: int, feed_forward: int, tokens: int, element_bytes: in
     - in attention 15: the residual streams (1) and their modulated form (1), the packed product of q, k and v (3), q
       and k normed and rotated (2), q, k and v of both streams joined (3), for the kernel under a text mask the valid
       tokens of q, k, v and of the output (4), and the output (1).
-    - in the MLP 5, and 3 of `feed_forward`: the residual streams as they came, which the caller holds, and after
-      attention (2), both modulated forms (2), the output of attention (1); the hidden layer as a matrix product, the
-      LoRA's, and their sum (3; the sum is in place in layers that run fused), then before and after the activation (2).
+    - in the MLP 5, and 2 of `feed_forward`: the residual streams as they came, which the caller holds, and after
+      attention (2), both modulated forms (2), the output of attention (1); the hidden layer as a matrix product and
+      what a LoRA adds to it, or before and after the activation (2).
 
     A compiled block holds less, as does one without LoRA or mask: down to about half. Not counted are modulation
     ([B, width]), rotary tables, and scores of an attention kernel that writes them out.
     """
-    return tokens * element_bytes * max(15 * width, 5 * width + 3 * feed_forward)
+    return tokens * element_bytes * max(15 * width, 5 * width + 2 * feed_forward)
 
 
 def rows_that_fit(rows: int, *, row_cost: int, available: float) -> int:

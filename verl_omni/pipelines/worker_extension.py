@@ -87,7 +87,8 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
         except Exception as error:
             manager.remove_adapter(lora_request.lora_int_id)
             raise ValueError(f"the LoRA does not fit the model: {error}") from error
-        fuse_loras(manager._lora_modules.values())
+        finally:
+            fuse_loras(manager._lora_modules.values())
 
     def check_merging(self) -> None:
         """Raises ValueError if no LoRA can be merged into the weights of this model."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
+import torch._dynamo
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm_omni.diffusion.lora.layers.base_linear import DiffusionBaseLinearLayerWithLoRA
@@ -35,7 +36,7 @@ _FUSED: dict[type[nn.Module], type[FusedLora]] = {}
 
 
 class FusedGELU(nn.Module):
-    """Left of a stock "linear layer ``proj``, then tanh GELU"; runs as the stock one where the layer is not plain."""
+    """Left of a stock "linear layer ``proj``, then tanh GELU"; as the stock one if it is not plain, its LoRA aside."""
 
     proj: Any
 
@@ -50,11 +51,16 @@ class FusedGELU(nn.Module):
         return out
 
 
-def fuse_loras(layers: Iterable[nn.Module]) -> None:
-    """Make those of `layers` that have a LoRA beside their weights :class:`FusedLora`, in place."""
+def fuse_loras(layers: Iterable[Any]) -> None:
+    """Make `layers`, all of which can have a LoRA beside their weights, :class:`FusedLora`, in place.
+
+    To be called again after each load, which may have replaced their buffers.
+    """
     for layer in layers:
-        if isinstance(layer, DiffusionBaseLinearLayerWithLoRA) and not isinstance(layer, FusedLora):
+        if not isinstance(layer, FusedLora):
             layer.__class__ = _fused(type(layer))
+        for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked):
+            torch._dynamo.mark_static(buffer)  # else a rank that equals the rows of a batch stands for both in a graph
 
 
 def reclass(module: nn.Module, stock: type[nn.Module], fused: type[nn.Module]) -> None:

@@ -98,7 +98,8 @@ def lora_beside_the_weights(engine, model, rank, version, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_batch_of_as_many_rows_as_the_lora_has_ranks_needs_no_graphs_of_its_own(compiled, monkeypatch):
+def test_a_batch_of_as_many_rows_as_other_sizes_makes_no_graphs_for_that_number_alone(compiled, monkeypatch):
+    """8 is the rank of the LoRA, and in Qwen-Image half the width of a head."""
     engine, model = compiled
     engine.pipeline.decode_rows = 3  # so that the VAE, too, has met other batches than full ones
     with lora_beside_the_weights(engine, model, 8, 1, monkeypatch):

@@ -6,8 +6,8 @@ new graph; only a single row, and text with padding, have graphs of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,12 +40,20 @@ def compile_modules(
         module.forward = _by_batch(module.forward, full=full_batch)
 
 
-def many_graphs() -> AbstractContextManager[None]:
-    """Around calls of what is compiled: lets a function have `GRAPHS_A_FUNCTION` graphs. It holds for this thread."""
-    import torch._dynamo
+@contextmanager
+def many_graphs() -> Iterator[None]:
+    """Around calls of what is compiled: lets a function have `GRAPHS_A_FUNCTION` graphs. It holds for this thread.
 
-    patch: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=GRAPHS_A_FUNCTION)
-    return patch
+    Sizes that happen to be equal when a graph is made, as those of the batch and of a text, stay apart in it.
+    """
+    import torch._dynamo
+    import torch.fx.experimental._config as symbolic_shapes
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=GRAPHS_A_FUNCTION),
+        symbolic_shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]  (torch adds it as it imports it)
+    ):
+        yield
 
 
 def _by_batch(forward: Callable[..., Tensor], *, full: int) -> Callable[[Tensor], Tensor]:

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import torch._dynamo
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm_omni.diffusion.lora.layers.base_linear import DiffusionBaseLinearLayerWithLoRA
@@ -52,15 +51,10 @@ class FusedGELU(nn.Module):
 
 
 def fuse_loras(layers: Iterable[Any]) -> None:
-    """Make `layers`, all of which can have a LoRA beside their weights, :class:`FusedLora`, in place.
-
-    To be called again after each load, which may have replaced their buffers.
-    """
+    """Make `layers`, all of which can have a LoRA beside their weights, :class:`FusedLora`, in place."""
     for layer in layers:
         if not isinstance(layer, FusedLora):
             layer.__class__ = _fused(type(layer))
-        for buffer in (*layer.lora_a_stacked, *layer.lora_b_stacked):
-            torch._dynamo.mark_static(buffer)  # else a rank that equals the rows of a batch stands for both in a graph
 
 
 def reclass(module: nn.Module, stock: type[nn.Module], fused: type[nn.Module]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,10 @@ def many_graphs() -> Iterator[None]:
     Sizes that happen to be equal when a graph is made, as those of the batch and of a text, stay apart in it.
     """
     import torch._dynamo
-    import torch.fx.experimental._config as symbolic_shapes
+    import torch.fx.experimental._config
 
-    with (
-        torch._dynamo.config.patch(recompile_limit=GRAPHS_A_FUNCTION),
-        symbolic_shapes.patch(use_duck_shape=False),  # type: ignore[attr-defined]  (torch adds it as it imports it)
-    ):
+    shapes: Any = torch.fx.experimental._config
+    with torch._dynamo.config.patch(recompile_limit=GRAPHS_A_FUNCTION), shapes.patch(use_duck_shape=False):
         yield
 
 

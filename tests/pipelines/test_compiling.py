@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -59,7 +58,6 @@ def compiled(request, monkeypatch):
     """An engine whose pipeline is compiled as on a GPU, and the folder of its model."""
     # Which graphs are made is the same with every backend; this one makes them at once.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()  # graphs of other tests fit too
     family, architecture = request.param
     model = request.getfixturevalue(f"tiny_{family}")
     with AdapterEngine(AdapterRegistry.get_class(architecture), model, RolloutMode.STEP_WISE, torch.bfloat16) as engine:
@@ -73,9 +71,12 @@ def compiled(request, monkeypatch):
 def test_after_a_warm_up_nothing_is_compiled_again(compiled):
     engine, _ = compiled
     engine.run(ask("alone"))
-    engine.run(*(ask(f"whole {i}") for i in range(4)))
-    engine.run(*(ask(f"mixed {i}", i) for i in range(6)))
+    engine.run(*(ask(f"mixed {i}", i) for i in range(8)))  # as many as half a head of Qwen-Image is wide
     assert engine.pipeline.read_stats(reset=True).compiled_graphs > 0
+    engine.run(*(ask(f"fewer {i}", i) for i in range(5)))
+    assert engine.pipeline.read_stats(reset=True).compiled_graphs == 0
+    engine.run(*(ask(f"whole {i}") for i in range(6)))
+    engine.pipeline.read_stats(reset=True)
     outputs = engine.run(
         *(ask(f"more {i}", 2 * i) for i in range(5)),
         *(Arrival(request=ask(f"late {i}", 3 + i), after=i) for i in range(3)),
@@ -84,43 +85,21 @@ def test_after_a_warm_up_nothing_is_compiled_again(compiled):
     assert engine.pipeline.read_stats().compiled_graphs == 0
 
 
-@contextmanager
-def lora_beside_the_weights(engine, model, rank, version, monkeypatch):
-    """A LoRA on all requests inside."""
-    from vllm.lora.request import LoRARequest
-
-    config = json.loads((model / "transformer" / "config.json").read_text())
-    with staged_lora(random_lora(config, rank, torch.bfloat16), engine.pipeline.lora_key_map) as folder:
-        engine.worker.load_lora(LoRARequest(f"policy-{version}", version, str(folder)))
-        with monkeypatch.context() as patch:  # else each request brings its own
-            patch.setattr(engine.worker.lora_manager, "set_active_adapter", lambda *_, **__: None)
-            yield
-
-
-@pytest.mark.engine
-def test_a_batch_of_as_many_rows_as_other_sizes_makes_no_graphs_for_that_number_alone(compiled, monkeypatch):
-    """8 is the rank of the LoRA, and in Qwen-Image half the width of a head."""
-    engine, model = compiled
-    engine.pipeline.decode_rows = 3  # so that the VAE, too, has met other batches than full ones
-    with lora_beside_the_weights(engine, model, 8, 1, monkeypatch):
-        engine.run(ask("alone"))
-        engine.run(*(ask(f"as many {i}", i) for i in range(8)))
-        assert engine.pipeline.read_stats(reset=True).compiled_graphs > 0
-        for rows in (5, 3):
-            outputs = engine.run(*(ask(f"{rows} rows, {i}", 2 * i) for i in range(rows)))
-            assert not any(isinstance(output, Exception) for output in outputs)
-        assert engine.pipeline.read_stats().compiled_graphs == 0
-
-
 @pytest.mark.engine
 def test_blocks_with_a_lora_are_whole_graphs_and_the_next_lora_takes_them_over(compiled, monkeypatch):
+    from vllm.lora.request import LoRARequest
+
     engine, model = compiled
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    lora = random_lora(config, 4, torch.bfloat16)
     graphs = []
     for version in (1, 2):
-        with lora_beside_the_weights(engine, model, 4, version, monkeypatch):
-            torch._dynamo.utils.counters["graph_break"].clear()
-            outputs = engine.run(*(ask(f"policy {version}, {i}") for i in range(4)))
-        assert not isinstance(outputs[0], Exception)
+        with staged_lora(lora, engine.pipeline.lora_key_map) as folder:
+            engine.worker.load_lora(LoRARequest(f"policy-{version}", version, str(folder)))
+        torch._dynamo.utils.counters["graph_break"].clear()
+        with monkeypatch.context() as patch:  # else each request brings its own
+            patch.setattr(engine.worker.lora_manager, "set_active_adapter", lambda *_, **__: None)
+            assert not isinstance(engine.run(*(ask(f"policy {version}, {i}") for i in range(4)))[0], Exception)
         assert not torch._dynamo.utils.counters["graph_break"]
         graphs.append(engine.pipeline.read_stats(reset=True).compiled_graphs)
     assert graphs[0] > 0 and graphs[1] == 0

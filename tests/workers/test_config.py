@@ -187,7 +187,8 @@ def test_the_files_of_a_lora_are_checked(tmp_path: Path):
 
     write_lora(tmp_path / "good")
     assert DiffusionModelConfig(path="a/b", lora_path=str(tmp_path / "good")).lora_scale == 1.0
-    assert f"absent has no {LORA_CONFIG}" in error("absent")
+    assert f"absent; name the one that holds {LORA_CONFIG}, such as global_step_N/lora" in error("absent")
+    assert f" has no {LORA_CONFIG}" in error("")
     (tmp_path / "good" / LORA_WEIGHTS).rename(tmp_path / "adapter_model.bin")
     assert f"good has no {LORA_WEIGHTS}; save the adapter with PEFT's save_pretrained" in error("good")
     (tmp_path / "good" / LORA_WEIGHTS).write_bytes(b"version https://git-lfs")

@@ -47,6 +47,10 @@ def read_lora_config(folder: Path) -> dict[str, Any]:
     Raises ValueError if a file is missing or can't be read, and as :func:`check_lora_adapter`. Reads no weights.
     Whether they fit a model, only the model can tell.
     """
+    if not folder.is_dir():
+        raise ValueError(
+            f"there is no folder {folder}; name the one that holds {LORA_CONFIG}, such as global_step_N/lora"
+        )
     for name in (LORA_CONFIG, LORA_WEIGHTS):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; save the adapter with PEFT's save_pretrained(…)")

@@ -41,10 +41,11 @@ def compile_modules(
 
 
 @contextmanager
-def many_graphs() -> Iterator[None]:
-    """Around calls of what is compiled: lets a function have `GRAPHS_A_FUNCTION` graphs. It holds for this thread.
+def compile_settings() -> Iterator[None]:
+    """Around calls of what is compiled, as that is when graphs are made; it holds for this thread.
 
-    Sizes that happen to be equal when a graph is made, as those of the batch and of a text, stay apart in it.
+    A function may have `GRAPHS_A_FUNCTION` graphs. Sizes that happen to be equal when one is made, as the rows of a
+    batch and the tokens of a text, stay apart in it: else it would be for that number alone.
     """
     import torch._dynamo
     import torch.fx.experimental._config

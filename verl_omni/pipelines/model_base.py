@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_omni.algorithms.flow_sde import row_seed
-from verl_omni.pipelines.compiling import compile_modules, many_graphs
+from verl_omni.pipelines.compiling import compile_modules, compile_settings
 from verl_omni.pipelines.forwards import RowForwards
 from verl_omni.pipelines.hooks import Ids, check_embeds, check_shape, contained
 from verl_omni.pipelines.media import make_media
@@ -215,7 +215,7 @@ class VllmOmniPipelineBase(RowForwards, AdapterRegistry):
         try:
             if self.device.type == "cuda":
                 self.fuse()
-            self._compiling = many_graphs
+            self._compiling = compile_settings
             compile_modules(dits, self.compiled_beside(), self.od_config, full_batch=self.decode_rows)
         except Exception:
             logger.exception("the pipeline could not be compiled and runs eagerly, in whole or in part")

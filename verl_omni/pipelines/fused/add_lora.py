@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-if importlib.util.find_spec("triton"):  # it comes with torch for CUDA only
+# Triton comes with torch for CUDA only. Not imported by the first call, as in the custom operators: Dynamo traces it.
+if importlib.util.find_spec("triton"):
     from verl_omni.pipelines.fused.add_lora_kernel import add_lora_kernel
 
 _TOKENS, _COLUMNS, _WARPS = 64, 128, 8
